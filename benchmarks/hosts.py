@@ -1,5 +1,4 @@
-"""Bytes between two hosts of eight GPUs, planned with equal links and with a slower network: `python -m
-benchmarks.hosts`.
+"""Bytes between two hosts of eight GPUs, with equal links and with a slower network: `python -m benchmarks.hosts`.
 
 The network between the hosts has a tenth of the bandwidth inside of one. Plans are predictions here, without a
 compilation.

@@ -1,5 +1,4 @@
-"""The ASPLOS / EuroSys 2025 contest: all problems of a folder, each in its own process: `python -m benchmarks.iopddl
-FOLDER`.
+"""Problems of the ASPLOS / EuroSys 2025 contest, each in its own process: `python -m benchmarks.iopddl FOLDER`.
 
 The table has the contest's known limits and best published costs. Points are the best published cost over the cost
 found, so that 1.0 equals the best of the 20 teams. `--only A B` solves these problems, and prints alone.

@@ -1,5 +1,4 @@
-"""The demo's report: tables of a plan's layouts and collectives, and of compiled data parallelism and FSDP for
-comparison."""
+"""The demo's report: tables of a plan's layouts and collectives, compared with compiled data parallelism and FSDP."""
 
 from collections.abc import Callable
 from typing import Any

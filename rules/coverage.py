@@ -81,10 +81,12 @@ def _row(primitive: Primitive, reason: str | None) -> Row:
     if rule is None or rule.expression is None:
         return Row(name, "unknown", None, (), rule.reason if rule else f"nobody described the primitive `{name}`.")
     operands = rule.expression.operands
-    return Row(name, family, str(rule.expression), tuple(_told(s, operands) for s in rule.splits(_BLOCKS)), rule.reason)
+    return Row(
+        name, family, str(rule.expression), tuple(_split_text(s, operands) for s in rule.splits(_BLOCKS)), rule.reason
+    )
 
 
-def _told(split: Split, operands: tuple[str, ...]) -> str:
+def _split_text(split: Split, operands: tuple[str, ...]) -> str:
     """An index with its halos and its reducer."""
     halos = [
         f"{name} with halo {slot.halo}" for name, slot in zip(operands, split.operands, strict=True) if any(slot.halo)

@@ -1,5 +1,4 @@
-"""Validation of descriptions: known indices, right ranks, reads inside of their operands, results of the whole
-shape."""
+"""Validation of descriptions: known indices, right ranks, reads inside of operands, results of the whole shape."""
 
 from collections.abc import Iterator
 from math import prod

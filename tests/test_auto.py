@@ -172,8 +172,8 @@ def test_inside_of_another_trace_it_runs_unplanned(mesh: Mesh, transform: Any) -
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())])
-def test_what_reads_values_of_a_trace_around_it_runs_unplanned(mesh: Mesh, transform: Any) -> None:
-    """No argument says so: the function closes over them."""
+def test_functions_that_close_over_traced_values(mesh: Mesh, transform: Any) -> None:
+    """They run unplanned. No argument shows the trace."""
     with pytest.warns(shardplan.ShardplanWarning, match="Differentiate and transform first"):
         found = transform(lambda w: shardplan.auto(lambda x: jnp.sin(x) @ w, mesh)(X))(X)
     assert_equal_trees(found, transform(lambda w: jnp.sin(X) @ w)(X), 1e-6)
@@ -181,7 +181,8 @@ def test_what_reads_values_of_a_trace_around_it_runs_unplanned(mesh: Mesh, trans
         jax.eval_shape(lambda w: shardplan.plan(lambda x: x @ w, mesh, X).gap, X)
 
 
-def test_what_jax_would_give_no_memory_for_is_said_before_it_is_compiled(mesh: Mesh, monkeypatch: Any) -> None:
+def test_a_plan_above_jaxs_memory(mesh: Mesh, monkeypatch: Any) -> None:
+    """The warning comes before the compilation."""
     monkeypatch.setattr(sys.modules["shardplan.plans.runner"], "memory_for_arrays", lambda mesh: 1)
     with pytest.warns(shardplan.ShardplanWarning, match="XLA_PYTHON_CLIENT_MEM_FRACTION=0.92"):
         shardplan.auto(lambda x: x @ x, mesh)(X)
@@ -220,7 +221,8 @@ def test_settings_of_jax_make_another_plan(mesh: Mesh) -> None:
 # ---- where arguments lie
 
 
-def test_arguments_that_lie_elsewhere_are_placed(mesh: Mesh) -> None:
+def test_arguments_on_other_devices(mesh: Mesh) -> None:
+    """They are moved to the planned layouts."""
     step = shardplan.auto(product, mesh)
     explicit = mesh_of((2, 4), explicit=True)
     places = [
@@ -234,7 +236,9 @@ def test_arguments_that_lie_elsewhere_are_placed(mesh: Mesh) -> None:
         assert_equal_trees(step(jax.device_put(X, place), X), product(X, X))
 
 
-def test_results_come_back_as_they_went_in(mesh: Mesh) -> None:
+def test_layouts_of_results(mesh: Mesh) -> None:
+    """They are those of the arguments that results replace."""
+
     def step(state: Any, x: Any) -> Any:
         return {"w": state["w"] - 0.01 * x.T @ (x @ state["w"])}, x.sum()
 
@@ -263,7 +267,7 @@ def test_donation(mesh: Mesh, argnums: Any) -> None:
     assert_equal_trees(step(X + 0, X), fn(X, X))
 
 
-def test_donation_beside_static_and_keyword_arguments(mesh: Mesh) -> None:
+def test_donation_with_static_and_keyword_arguments(mesh: Mesh) -> None:
     step = shardplan.auto(lambda x, factor, y: (x * factor, y + 1), mesh, static_argnums=1, donate_argnums=(0, 2))
     plan = step.plan(X, 3, y=X)
     assert plan.donated == (0, "y")
@@ -300,7 +304,7 @@ def test_results_on_an_explicit_mesh_have_its_types() -> None:
     assert_equal_trees(step(result["matrix"], x), product(X @ X + 1, X))
 
 
-def test_closed_over_arrays_lie_anywhere() -> None:
+def test_closed_over_arrays_in_any_layout() -> None:
     explicit = mesh_of((2, 4), explicit=True)
     places = [jax.devices()[3], NamedSharding(mesh_of((2, 4)), P("x")), NamedSharding(explicit, P("x", "y"))]
     for place in places:
@@ -345,7 +349,8 @@ def test_some_of_the_devices() -> None:
     assert result["matrix"].devices() == set(jax.devices()[4:])
 
 
-def test_a_mesh_without_devices_plans_and_says_that_it_cannot_run() -> None:
+def test_a_mesh_without_devices() -> None:
+    """It gives a plan, and an error at the call."""
     step = shardplan.auto(product, AbstractMesh((64,), ("x",)))
     x = jnp.ones((64, 64))
     assert step.plan(x, x).device_count == 64

@@ -1,4 +1,4 @@
-"""The command line: what it prints, its files, its exit status, and that the documentation's commands work."""
+"""The command line: its output, its files, its exit status, and the documentation's commands."""
 
 import json
 import os
@@ -228,7 +228,7 @@ def test_a_plan_of_another_step_is_refused(capsys: pytest.CaptureFixture[str]):
     assert "the plan was made for another program" in errors
 
 
-def test_what_the_step_itself_raises_is_the_users(capsys: pytest.CaptureFixture[str]):
+def test_exceptions_of_the_step(capsys: pytest.CaptureFixture[str]):
     """Its traceback is shown, and the exit status is not that of an audit outside of its tolerance."""
     status, _, errors = run("audit steps:step_that_raises --mesh 8", capsys)
     assert status == 2
@@ -247,7 +247,7 @@ def test_a_path_is_pinned_once(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("tolerance", ["-1", "nan"])
-def test_tolerances_that_nothing_can_keep(tolerance: str, capsys: pytest.CaptureFixture[str]):
+def test_impossible_tolerances(tolerance: str, capsys: pytest.CaptureFixture[str]):
     status, _, errors = run(f"audit train:step --mesh 8 --tolerance {tolerance}", capsys)
     assert status == 2 and f"a fraction of 0 or more, as 0.02, got `{float(tolerance)}`" in errors
 

@@ -1,4 +1,4 @@
-"""Comparisons: baselines that are what their names say, and never beat the planner."""
+"""Comparisons: baselines are what their names say, and never beat the planner."""
 
 import math
 
@@ -34,7 +34,8 @@ def comparison() -> shardplan.Comparison:
     return shardplan.compare(*STEP)
 
 
-def test_rows_come_as_asked(comparison: shardplan.Comparison):
+def test_order_of_rows(comparison: shardplan.Comparison):
+    """It is that of the methods."""
     assert [row.method for row in comparison] == ["exact", "data_parallel", "zero1", "fsdp", "tensor_parallel"]
     assert len(comparison) == 5
     assert comparison["fsdp"] is list(comparison)[3]
@@ -119,7 +120,7 @@ def test_printed(comparison: shardplan.Comparison):
     assert f"{comparison['fsdp'].communication_bytes / 1e6:,.1f}" in text
 
 
-def test_what_does_not_fit_says_so(comparison: shardplan.Comparison):
+def test_baselines_above_the_memory_limit(comparison: shardplan.Comparison):
     limit = 0.9 * comparison["data_parallel"].peak_bytes
     found = shardplan.compare(*STEP, methods=("exact", "data_parallel"), memory_limit=limit)
     assert found["exact"].note == ""
@@ -127,7 +128,8 @@ def test_what_does_not_fit_says_so(comparison: shardplan.Comparison):
     assert found["data_parallel"].note == "does not fit the memory"
 
 
-def test_without_a_plan_a_row_says_why():
+def test_row_without_a_plan():
+    """It has the reason."""
     found = shardplan.compare(*STEP, methods=("exact",), memory_limit=1000)
     assert found["exact"].plan is None
     assert "the arguments alone take" in found["exact"].note
@@ -163,7 +165,9 @@ def test_a_function_without_state_has_no_baselines():
 
 
 @pytest.mark.parametrize("batch", [(), (jax.ShapeDtypeStruct((0, 8), "float32"),)])
-def test_a_step_without_a_batch_says_so(batch):
+def test_a_step_without_a_batch(batch):
+    """The row has the reason."""
+
     def step(state, *batch):
         return {"w": state["w"] - jnp.tanh(state["w"])}
 
@@ -171,14 +175,14 @@ def test_a_step_without_a_batch_says_so(batch):
     assert "replaces all its arguments: none is a batch" in found["data_parallel"].note
 
 
-def test_a_batch_that_nothing_divides():
+def test_an_undivided_batch():
     odd = mlp.training(mlp.Config(widths=(64, 64), batch=7))
     found = shardplan.compare(odd.train_step, STEP[1], odd.state, odd.batch, methods=("data_parallel",))
     assert "no mesh axis divides the batch of 7" in found["data_parallel"].note
 
 
 def test_examples_are_followed_through_a_transformer():
-    """Everything between the tokens and the loss carries the examples; what sums over them are the gradients."""
+    """All values between the tokens and the loss carry the examples. The sums over them are the gradients."""
     training = gpt.training(gpt.Config(layers=1, width=64, heads=4, vocabulary=256, sequence=32, batch=16))
     program = trace_program(training.train_step, (training.state, training.batch))
     examples = follow_examples(program, MeshAxes(("data",), (8,)))
@@ -210,8 +214,8 @@ def test_examples_are_followed_through_loops():
     assert found["data_parallel"].communication_bytes == pytest.approx(2 * RING * 4 * 4 * 128 * 128, rel=1e-3)
 
 
-def test_annotations_say_what_each_mesh_axis_splits():
-    """Tensors: the dimension; operations: an index, by number, equal where the same index is split."""
+def test_annotations_of_a_network():
+    """Per mesh axis, the dimension of a tensor, or the number of an operation's index, equal for the same index."""
     shapes = jax.ShapeDtypeStruct((16, 8), "float32"), jax.ShapeDtypeStruct((8, 32), "float32")
     program = trace_program(lambda x, w: x @ w, shapes)
     problem = build_problem(program, AbstractMesh((2, 4), ("data", "model")), Options())

@@ -1,4 +1,4 @@
-"""Bad input: each a clear error or a clear warning, none a traceback from inside."""
+"""Bad input: each has a clear error or warning, and no traceback from inside."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "count"), [("float16", 1), ("bfloat16", 0), ("float32", 0)])
 def test_range_of_a_reduce_dtype(dtype: str, count: int) -> None:
-    """A type that ends before float32 does is said to, with its largest number."""
+    """The warning for a type of smaller range than float32 has its largest number."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         shardplan.auto(step, mesh_of((8,)), reduce_dtype=dtype)
@@ -137,12 +137,13 @@ def test_pins_of_globs_and_open_dimensions() -> None:
     assert plan.layouts["0/w"][1] == "y" and plan.layouts["1"] == P("x")
 
 
-def test_a_pinned_state_comes_out_as_it_went_in() -> None:
+def test_a_pinned_state() -> None:
+    """It leaves in its pinned layout."""
     plan = shardplan.plan(step, mesh_of((2, 4)), PARAMS, X, pins={"0/w": P("x")})
     assert plan.out_shardings[0]["w"].spec == P("x")
 
 
-def test_nothing_keeps_within_the_memory_limit() -> None:
+def test_no_plan_within_the_memory_limit() -> None:
     planned = shardplan.auto(step, mesh_of((8,)), memory_limit=63, time_limit=2)
     with pytest.raises(InfeasibleError, match=r"the arguments alone take .* per device.*What helps") as caught:
         planned(PARAMS, X)
@@ -198,7 +199,8 @@ def failing(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("entry", ["call", "plan", "lower"])
-def test_what_the_function_raises_reaches_the_caller(entry: str) -> None:
+def test_exceptions_of_the_function(entry: str) -> None:
+    """They reach the caller."""
     planned = shardplan.auto(lambda x: failing(x) + 1, mesh_of((8,)))
     call = planned if entry == "call" else getattr(planned, entry)
     with pytest.raises(OwnError) as caught:
@@ -235,7 +237,7 @@ def test_errors_of_jax_reach_the_caller() -> None:
         (16, (8,), None),
     ],
 )
-def test_a_batch_that_nothing_divides(rows: int, sizes: tuple[int, ...], message: str | None) -> None:
+def test_an_undivided_batch(rows: int, sizes: tuple[int, ...], message: str | None) -> None:
     planned = shardplan.auto(step, mesh_of(sizes))
     x = jnp.ones((rows, 8)) / 8
     with warnings.catch_warnings(record=True) as caught:
@@ -253,7 +255,7 @@ def test_a_batch_that_nothing_divides(rows: int, sizes: tuple[int, ...], message
 @pytest.mark.parametrize(
     ("rows", "message"), [(16, None), (13, r"divides dimension 1 of `1` \[3, 13, 8\]: its 13 rows")]
 )
-def test_microbatches_are_not_what_is_split(rows: int, message: str | None) -> None:
+def test_undivided_microbatches(rows: int, message: str | None) -> None:
     def accumulated(params: Any, x: Any) -> Any:
         return jax.lax.scan(lambda p, rows: step(p, rows), params, x)
 
@@ -266,7 +268,9 @@ def test_microbatches_are_not_what_is_split(rows: int, message: str | None) -> N
             raise caught[0].message  # type: ignore[misc]
 
 
-def test_the_rest_is_split_where_nothing_divides_the_batch() -> None:
+def test_other_tensors_with_an_undivided_batch() -> None:
+    """They are split."""
+
     def wide(params: Any, x: Any) -> Any:
         loss = lambda p: jnp.tanh(x @ p["up"] @ p["down"]).sum()  # noqa: E731
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
@@ -286,7 +290,8 @@ def unknown_operation(looked_into: bool = False) -> Any:
     return primitive.bind
 
 
-def test_an_unknown_operation_that_is_lowered_as_a_function_is_split() -> None:
+def test_an_unknown_operation_lowered_as_a_function() -> None:
+    """It is split as its function."""
     operation = unknown_operation(looked_into=True)
     planned = shardplan.auto(lambda x: operation(jnp.sin(x)).sum(1), mesh_of((8,)), pins={"0": P("x")})  # no warning
     assert_equal_trees(planned(X), 2 * jnp.sin(X).sum(1))

@@ -1,4 +1,4 @@
-"""Hardware profiles: what is shipped, and what is wrong with a user's own."""
+"""Hardware profiles: the shipped ones, and mistakes in a user's own."""
 
 import json
 
@@ -72,7 +72,8 @@ def test_rates_of_element_types(dtype, like):
     assert profile.flops_per_second(dtype) == profile.flops[like]
 
 
-def test_a_type_that_the_device_lacks_runs_at_the_rate_of_the_next_wider_one():
+def test_rates_of_missing_element_types():
+    """A missing type has the rate of the next wider one."""
     assert load("a100").flops_per_second("float8_e4m3fn") == load("a100").flops["bfloat16"]
 
 
@@ -114,7 +115,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD)
-def test_what_is_wrong_with_a_profile_is_said(tmp_path, change, message):
+def test_mistakes_in_a_profile(tmp_path, change, message):
     entries = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
     with pytest.raises(ArgumentError, match=message):
         load(write(tmp_path, entries))

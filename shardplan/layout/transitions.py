@@ -33,7 +33,7 @@ from shardplan.layout.objectives import Prices
 from shardplan.layout.shortest_paths import Priced, cheapest_paths
 
 # Of paths with equal prices the shorter one wins: each step costs a little more, as a share of the price per byte.
-_LONGER_PATH = 1e-12
+_STEP_PENALTY = 1e-12
 
 
 def times_trips(times: int, prices: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -50,7 +50,7 @@ class Transitions:
     def __init__(self, space: LayoutSpace, prices: Prices) -> None:
         self.space = space
         self.prices = prices
-        self.longer = _LONGER_PATH * prices.per_byte(space.mesh.splitting) if space.mesh.splitting else 0.0
+        self.step_penalty = _STEP_PENALTY * prices.per_byte(space.mesh.splitting) if space.mesh.splitting else 0.0
         self.reductions = Reductions(self)
         self._solved: dict[Domain, tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]] = {}
         self._gathered: dict[Domain, np.ndarray] = {}
@@ -66,7 +66,7 @@ class Transitions:
 
     def sends(self, domain: Domain, targets: tuple[Layout, ...]) -> np.ndarray:
         """bool [layouts of the domain, targets]: whether a transition needs more than one slice per axis."""
-        return self.table(domain, targets, 1) > (len(self.space.mesh.splitting) + 0.5) * self.longer
+        return self.table(domain, targets, 1) > (len(self.space.mesh.splitting) + 0.5) * self.step_penalty
 
     def priced(self, domain: Domain) -> Priced:
         """The prices between all layouts of a domain."""
@@ -152,8 +152,8 @@ class Transitions:
                 if target is None:
                     continue
                 per_byte, per_collective = self.price(step)
-                if per_byte + self.longer < into[target].get(source, (inf, 0.0))[0]:
-                    into[target][source] = per_byte + self.longer, per_collective
+                if per_byte + self.step_penalty < into[target].get(source, (inf, 0.0))[0]:
+                    into[target][source] = per_byte + self.step_penalty, per_collective
                     steps[source, target] = step
         self._solved[domain] = *cheapest_paths(into), steps
         return self._solved[domain]
@@ -341,7 +341,7 @@ class Reductions:
                 after = self._ways(domain, step.layout, rest, island) if rest else done
                 per_byte, fixed = self._transitions.price(step)
                 for way in after:
-                    total = per_byte + self._transitions.longer + way.per_byte
+                    total = per_byte + self._transitions.step_penalty + way.per_byte
                     if way.layout not in best or total < best[way.layout].per_byte:
                         best[way.layout] = _Reduced(way.layout, total, fixed + way.fixed, (step, *way.steps))
         self._found[key] = tuple(best.values())

@@ -131,9 +131,9 @@ def plan_problem(
         objective=float(solution.cost),
         lower_bound=float(min(solution.lower_bound, solution.cost)),
         peak_bytes=found.peak_bytes,
-        collectives=_planned_collectives(schedule),
+        collectives=planned_collectives(schedule),
         statistics=statistics,
-        arguments=_arguments(schedule),
+        arguments=planned_arguments(schedule),
         recipe=Recipe(options, tuple(map(int, solution.choices)), problem.variables.digest()),
         built=schedule,
         donated=donated,
@@ -151,9 +151,9 @@ def rebuild(plan: Made, program: Program) -> Made:
     """
     plan.check_program(program)
     schedule = schedule_of(program, plan.mesh, plan.recipe)
-    collectives = _planned_collectives(schedule)
+    collectives = planned_collectives(schedule)
     nowhere = [replace(c, source="") for c in plan.collectives]  # source lines may have moved
-    if _arguments(schedule) == plan.arguments and [replace(c, source="") for c in collectives] == nowhere:
+    if planned_arguments(schedule) == plan.arguments and [replace(c, source="") for c in collectives] == nowhere:
         return replace(plan, built=schedule, collectives=collectives)
     raise PlanMismatchError("the plan was made by another version of shardplan, with other prices: plan again")
 
@@ -175,7 +175,7 @@ def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> 
     return Schedule(problem, problem.decode(choices))
 
 
-def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:
+def planned_arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:
     program, mesh = schedule.program, schedule.space.mesh
     tied = set(program.ties.values())
     found = []
@@ -230,7 +230,7 @@ def donated_leaves(program: Program, donated: tuple[int | str, ...]) -> frozense
     return program.refs.union(*map(jax.tree.leaves, held))
 
 
-def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
+def planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
     mesh = schedule.space.mesh
     found = []
     for sent in schedule.collectives():

@@ -128,7 +128,7 @@ class Problem:
                 self.links[operation.index] = links_of(self.program, operation)
             elif operation.primitive is _jax.optimization_barrier:
                 self._barriers.add(operation.index)
-            elif (given := self._maker.given(self.program, operation)) is not None:
+            elif (given := self._maker.region_choices(self.program, operation)) is not None:
                 self.choices[operation.index] = given
             else:
                 rule, self.choices[operation.index] = self._maker.choices(self.program, operation)

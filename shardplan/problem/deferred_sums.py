@@ -29,8 +29,8 @@ from shardplan.program.program import Constant, Operation, Program
 
 _SPREADING = frozenset({"broadcast_in_dim", "convert_element_type"})
 
-_PASSING = Choices((), True, True, (frozenset({0}),), False, 0, 0, None)
-"""The sets of operands of a barrier's single operand."""
+_BARRIER_CHOICES = Choices((), True, True, (frozenset({0}),), False, 0, 0, None)
+"""The choices of the part of a barrier for one operand."""
 
 
 class DeferredSums:
@@ -47,7 +47,7 @@ class DeferredSums:
     ) -> None:
         self._program = program
         self._operations = tuple(part for operation in program.operations for part in _parts(operation))
-        self._choices = {part.index: _PASSING for part in self._operations if part.index < 0} | {**choices}
+        self._choices = {part.index: _BARRIER_CHOICES for part in self._operations if part.index < 0} | {**choices}
         self._fixed = fixed
         self._makers = program.makers
         self._links = tuple(link for around in links.values() for link in (*around.enter, *around.inside))

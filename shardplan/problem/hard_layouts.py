@@ -1,5 +1,4 @@
-"""Hard layouts: the user's pins, layouts of arguments on mesh axes of type Explicit, and the program's sharding
-constraints.
+"""Hard layouts: the user's pins, layouts on mesh axes of type Explicit, and the program's sharding constraints.
 
 >>> import jax
 >>> from shardplan.layout.layout import MeshAxes
@@ -30,7 +29,7 @@ from shardplan.program.program import Program, Value
 from shardplan.program.regions.region import orders_of_region
 
 # State is often small or oddly shaped. The warning covers undivided dimensions from this size on.
-_LONG = 1024
+_MIN_WARNED_SIZE = 1024
 
 HardLayout = tuple[tuple[int, ...] | None, ...]
 """Per dimension, the mesh axes that split it, None for a free dimension."""
@@ -205,7 +204,7 @@ def _undivided_state(state: Iterable[Value], sizes: list[int], axes: str, padded
     of_size: dict[int, list[str]] = {}
     for value in state:
         for dim, size in enumerate(value.shape):
-            if size >= _LONG and not _divides(size, sizes):
+            if size >= _MIN_WARNED_SIZE and not _divides(size, sizes):
                 of_size.setdefault(size, []).append(f"dimension {dim} of `{value.name}` {list(value.shape)}")
     inside = "split inside the step alone, padded, and the tensor stored in another layout, which costs its exchange"
     return [

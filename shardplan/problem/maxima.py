@@ -50,16 +50,18 @@ def to_integers(array: Any, reducer: str) -> Any:
     dtype = compared_dtype(array.dtype)
     wide = array.astype(jnp.float64 if dtype == jnp.int64 else jnp.float32)
     beyond = jnp.iinfo(dtype).max if reducer == "max" else jnp.iinfo(dtype).min
-    return jnp.where(jnp.isnan(wide), jnp.asarray(beyond, dtype), _turned(jax.lax.bitcast_convert_type(wide, dtype)))
+    return jnp.where(
+        jnp.isnan(wide), jnp.asarray(beyond, dtype), _ordered_bits(jax.lax.bitcast_convert_type(wide, dtype))
+    )
 
 
 def from_integers(integers: Any, dtype: Any) -> Any:
     """The floats of a type from the integers of `to_integers`."""
     wide = jnp.float64 if integers.dtype == jnp.int64 else jnp.float32
-    return jax.lax.bitcast_convert_type(_turned(integers), wide).astype(dtype)
+    return jax.lax.bitcast_convert_type(_ordered_bits(integers), wide).astype(dtype)
 
 
-def _turned(bits: Any) -> Any:
+def _ordered_bits(bits: Any) -> Any:
     """The bits of a float, with all but the sign inverted for negative ones: their order is that of the floats."""
     last = jnp.iinfo(bits.dtype)
     return bits ^ ((bits >> (last.bits - 1)) & last.max)

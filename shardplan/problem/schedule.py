@@ -21,7 +21,7 @@ from shardplan.problem.xla_limits import may_be_island, needs_island, scatters
 from shardplan.program.control_flow import Link, layouts_read
 from shardplan.program.program import Operation, Value
 
-_LARGE_BYTES = 2**16
+_MIN_SPLIT_BYTES = 2**16
 """The least bytes of a tensor for which a free split pays."""
 
 """The kinds of steps that reduce partial results."""
@@ -122,7 +122,7 @@ class Schedule:
         has the layout that splits it most.
         """
         value = self.program.values[output]
-        if value.total_bytes < _LARGE_BYTES:
+        if value.total_bytes < _MIN_SPLIT_BYTES:
             return replicated(len(value.shape))
         domain = self.space.domain(value.shape)
         for number, other in enumerate(self.program.outputs):

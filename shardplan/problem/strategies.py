@@ -76,7 +76,7 @@ class StrategyMaker:
             self._kept_rules.append(rule)
         return rule, self._by_rule[key]
 
-    def given(self, program: Program, operation: Operation) -> Choices | None:
+    def region_choices(self, program: Program, operation: Operation) -> Choices | None:
         """The only strategy of a ``shard_map``, by its specs. None for every other operation."""
         mesh = self.space.mesh
         region = region_of(mesh, operation)

@@ -21,7 +21,7 @@ from shardplan.program.program import Operation
 
 _CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general"})
 
-_SMALL = 4096
+_MAX_FLOAT32_ELEMENTS = 4096
 """The most elements of a narrow sum that is reduced in float32: about those of a large model's vectors."""
 
 
@@ -53,6 +53,6 @@ def deferred_dtype(tensor: Any, reduce_dtype: Any) -> Any:
 def precise_dtype(tensor: Any) -> Any:
     """float32 for a scalar, a vector (statistics, gradients of biases) or a small tensor of narrower floats, whose
     bytes hardly count. All others have their own type."""
-    small = len(tensor.shape) < 2 or prod(tensor.shape) <= _SMALL
+    small = len(tensor.shape) < 2 or prod(tensor.shape) <= _MAX_FLOAT32_ELEMENTS
     narrow = _jax.is_float(tensor.dtype) and _jax.item_bytes(tensor.dtype) < 4
     return np.dtype(np.float32) if small and narrow else tensor.dtype

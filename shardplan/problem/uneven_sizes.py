@@ -1,5 +1,4 @@
-"""Uneven sizes: the sizes that are padded inside a step, since dots and windows would split them if the mesh divided
-them.
+"""Uneven sizes: sizes that are padded inside a step, since dots and windows would split them if the mesh divided them.
 
 A vocabulary of 50257 or 12 heads do not divide by 8. Inside a step XLA pads them: every device gets the next whole
 number of rows, and the last ones have fewer, or none. Arguments and results of a step divide evenly or stay whole.
@@ -26,10 +25,10 @@ from shardplan.problem.xla_limits import has_windows, usable_uneven_splits
 from shardplan.program.program import Operation, Program, operand_type
 
 # Smaller dimensions (colours, coordinates) share no work worth the further layouts.
-_LEAST_SIZE = 6
+_MIN_SIZE = 6
 
 # Windows are split unevenly if each device has enough rows in addition to those of its neighbours.
-_LEAST_ROWS = 16
+_MIN_ROWS = 16
 
 
 def padded_sizes(program: Program, mesh: MeshAxes) -> frozenset[int]:
@@ -39,7 +38,7 @@ def padded_sizes(program: Program, mesh: MeshAxes) -> frozenset[int]:
         if operation.primitive.name == "dot_general":
             operands = [operand_type(program, operand) for operand in operation.operands]
             results = [program.values[result] for result in operation.results]
-            sizes = {size for tensor in (*operands, *results) for size in tensor.shape if size >= _LEAST_SIZE} - found
+            sizes = {size for tensor in (*operands, *results) for size in tensor.shape if size >= _MIN_SIZE} - found
             space = LayoutSpace(mesh, frozenset(sizes))
             wanted = {size for size in sizes if any(space.pads(size, n) for n in mesh.degrees)}
             if wanted:
@@ -58,7 +57,7 @@ def _of_windows(program: Program, operation: Operation, mesh: MeshAxes) -> set[i
     space = LayoutSpace(mesh, frozenset(size for shape in shapes for size in shape))
     found: set[int] = set()
     for n in mesh.degrees:
-        wanted = {size for size in space.padded if size >= n * _LEAST_ROWS and space.pads(size, n)}
+        wanted = {size for size in space.padded if size >= n * _MIN_ROWS and space.pads(size, n)}
         if wanted:
             rule = rules.derive(operation.primitive, operation.params, operands, results)
             found |= {s for split in usable_uneven_splits(rule, n) for s in split_sizes(split, shapes) if s in wanted}

@@ -25,7 +25,7 @@ from shardplan import _jax
 from shardplan.memoize import memoize
 from shardplan.program.program import Operation, Program, Value, operand_type
 
-_PASSED = frozenset(
+_MOVING = frozenset(
     {"reshape", "squeeze", "expand_dims", "stop_gradient", "transpose", "slice"}
     | {"copy", "copy_p", "sharding_constraint"}
 )
@@ -69,7 +69,7 @@ def narrowed_to(program: Program) -> dict[int, Any]:
             made = program.values[reader.results[0]].dtype
             if reader.primitive.name == "convert_element_type" and _is_narrower(made, own):
                 converted[result] = made
-            elif reader.primitive.name in _PASSED and reader.operands[0] == result:
+            elif reader.primitive.name in _MOVING and reader.operands[0] == result:
                 dtype = found.get(reader.results[0], converted.get(reader.results[0]))
                 if dtype is not None:
                     found[result] = dtype
@@ -113,5 +113,5 @@ def _dtypes(program: Program, operation: Operation, found: Mapping[int, Any]) ->
         narrow, wide = operand_type(program, operands[0]).dtype, program.values[operation.results[0]].dtype
         real = not jnp.issubdtype(wide, jnp.complexfloating)
         yield narrow if real and _jax.item_bytes(narrow) < _jax.item_bytes(wide) else None
-    elif name in _PASSED or name == "concatenate":
+    elif name in _MOVING or name == "concatenate":
         yield from (found.get(operand) if isinstance(operand, int) else None for operand in operands)

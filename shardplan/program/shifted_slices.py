@@ -89,7 +89,7 @@ class _Shifting:
     def take(self, operation: Operation) -> None:
         """Adds an operation, or a shifted equivalent."""
         self._taken = replace(operation, operands=self.renamed(operation.operands))
-        self._pushed, found, operation = 0, None, self._begun_at_first_row(self._taken)
+        self._pushed, found, operation = 0, None, self._start_at_first_row(self._taken)
         window = _window(operation, self.values)
         if window is not None:
             found = self._push(operation.operands[0], window)
@@ -134,7 +134,7 @@ class _Shifting:
         assert isinstance(result, int)
         return result
 
-    def _begun_at_first_row(self, operation: Operation) -> Operation:
+    def _start_at_first_row(self, operation: Operation) -> Operation:
         """The operation on shifted operands, if its windows begin inside of these."""
         shift, operands = window_shift(operation, self.values), list(operation.operands)
         if shift is None:

@@ -142,7 +142,7 @@ class _Builder:
                 bodies = self._bodies(equation, tuple(operands), captured)
                 results = self.new_operation(equation.primitive, params, operands, equation, bodies)
             else:
-                inner, guarded = body.jaxpr, self._behind_barrier(operands, equation)
+                inner, guarded = body.jaxpr, self._after_barrier(operands, equation)
                 taken = [guarded[position] for position in body.positions]
                 inner_environment: dict[Any, int | Constant] = dict(zip(inner.invars, taken, strict=True))
                 for var, array in zip(inner.constvars, body.constants, strict=True):
@@ -151,7 +151,7 @@ class _Builder:
                 with self._calling(equation, stated_trip_count(_jax.module_path(equation)) or self.stated_trips):
                     results = self.inline(inner, inner_environment, captured)
                 if position in again[:-1]:
-                    results = self._released_together(results, equation)
+                    results = self._release_together(results, equation)
             environment.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -192,10 +192,10 @@ class _Builder:
         yield
         self.stated_trips, self.called_from = outside
 
-    def _behind_barrier(self, operands: list[int | Constant], equation: _jax.Equation) -> list[int | Constant]:
+    def _after_barrier(self, operands: list[int | Constant], equation: _jax.Equation) -> list[int | Constant]:
         return self._barrier(operands, _jax.barrier_mask(equation), equation)
 
-    def _released_together(self, results: Sequence[int | Constant], equation: _jax.Equation) -> list[int | Constant]:
+    def _release_together(self, results: Sequence[int | Constant], equation: _jax.Equation) -> list[int | Constant]:
         """The results of a rematerialised region, behind a barrier that releases them together.
 
         The region's gradients of weights are needed only at the end of the step. Without the barrier XLA computes them

@@ -104,11 +104,11 @@ def _fillings(operation: Operation, values: Sequence[Value]) -> dict[int, int | 
     fillings = [np.zeros((), values[value].dtype) for value in read if isinstance(value, int)]
     if name in ("reduce_window_max", "reduce_window_min", "select_and_gather_add"):
         least = name == "reduce_window_max" or str(operation.params.get("select_prim")) == "ge"
-        fillings[-1] = _extreme(fillings[-1].dtype, least)
+        fillings[-1] = extreme_element(fillings[-1].dtype, least)
     return {n: Constant(one, jax.ShapeDtypeStruct((), one.dtype)) for n, one in enumerate(fillings)}
 
 
-def _extreme(dtype: Any, least: bool) -> np.ndarray:
+def extreme_element(dtype: Any, least: bool) -> np.ndarray:
     """The least or the greatest element of a type."""
     if dtype == np.bool_:
         return np.asarray(not least)

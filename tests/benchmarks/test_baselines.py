@@ -1,4 +1,4 @@
-"""Layouts by hand are the same step as the model's own, split as they say."""
+"""Layouts by hand: they are the model's own step, with the stated splits."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Kept measurements belong to the code that made them, and no program is compiled twice."""
+"""Kept measurements: they belong to the code that made them, and no program is compiled twice."""
 
 from pathlib import Path
 

@@ -47,7 +47,8 @@ def test_rows_have_a_cell_per_column(found: tofu.Found):
     assert tofu.memory_row("rnn-8-8k")[1:] == ("45.3", "45.50", "+0.4 %")
 
 
-def test_marks_say_what_fits(found: tofu.Found):
+def test_marks_of_memory(found: tofu.Found):
+    """Cells have a mark for plans that fit."""
     large = tofu.Way(1e9, 100e9, 1.0)
     cells = tofu.memory_cells("tiny", replace(found, ways=found.ways | {"exact": large}))
     assert cells[-4] == "100.0 !"

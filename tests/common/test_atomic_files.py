@@ -1,4 +1,4 @@
-"""Files that take the place of others: whole or not at all, and nothing stays of writers that were killed."""
+"""Atomic writes: whole or not at all, and no files of killed writers stay."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def plan() -> shardplan.Plan:
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    """By the next save of the same file, in the cache by the next entry; of other files it stays."""
+def test_files_of_a_killed_process(tmp_path: Path) -> None:
+    """The next save of the same file, or the next entry of the cache, removes them. Other files stay."""
     saved, kept, other = tmp_path / "plan.json", tmp_path / "key.json", tmp_path / "other.json"
     for target in (saved, kept, other):
         process = writer(target, "dies")
@@ -64,8 +64,8 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
-    """Also where others save the same file meanwhile: the last one is there in the end."""
+def test_files_of_a_living_process(tmp_path: Path) -> None:
+    """They stay while others save the same file, and the last one wins."""
     target = tmp_path / "plan.json"
     process = writer(target, "lives")
     plan().save(target)
@@ -77,8 +77,8 @@ def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(MEANWHILE))
 
 
-def test_threads_do_not_remove_what_others_write(tmp_path: Path) -> None:
-    """Of one process, several may write the same file; none fails, and what is there is whole."""
+def test_files_of_other_threads(tmp_path: Path) -> None:
+    """Several threads of a process may write the same file. None fails, and the file is whole."""
     target, failed = tmp_path / "plan.json", list[BaseException]()
 
     def write(number: int) -> None:
@@ -99,7 +99,7 @@ def test_threads_do_not_remove_what_others_write(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
+def test_a_failed_write(tmp_path: Path) -> None:
     """An error, or Ctrl-C, leaves the file as it was."""
     target = tmp_path / "plan.json"
     target.write_text("before")
@@ -119,7 +119,7 @@ def test_left_by_versions_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "a\0b"])
-def test_what_is_no_path(path: str) -> None:
+def test_an_invalid_path(path: str) -> None:
     """The error is this library's."""
     with pytest.raises(shardplan.ArgumentError, match="cannot write the plan"):
         plan().save(path)

@@ -1,4 +1,4 @@
-"""What the library costs and says besides its results: imports, the log, the display, units."""
+"""Side effects of the library: the time of imports, notices on stderr, the log, the display, units."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_apart(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_importing_takes_no_time() -> None:
+def test_imports_at_start() -> None:
     """OR-tools and its pandas come with the first search that needs them."""
     seconds, heavy = run_apart("-c", IMPORTS).stdout.split("\n")[:2]
     assert float(seconds) < 0.3
@@ -46,8 +46,8 @@ def test_importing_takes_no_time() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_writes_nothing_to_stderr() -> None:
-    """JAX's CUDA plugin says in C++ that it found no driver, each time it is imported: that is left out."""
+def test_stderr_of_the_command_line() -> None:
+    """It is empty: the notice of JAX's CUDA plugin, which found no driver, is left out."""
     assert run_apart("-m", "shardplan", "plan", "shardplan.models.mlp:training", "--mesh", "8").stderr == ""
 
 
@@ -63,14 +63,15 @@ def test_public_names() -> None:
         shardplan.magic  # type: ignore[attr-defined] # noqa: B018
 
 
-def test_what_is_written_meanwhile_follows(capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_output_during_an_import(capfd: pytest.CaptureFixture[str]) -> None:
+    """It follows at the end."""
     with without_cuda_notice(anyhow=True):
         os.write(2, b"I0000 cudart_stub.cc:31] Could not find cuda drivers\nsomething else\n")
     assert capfd.readouterr().err == "something else\n"
 
 
-def test_a_line_per_planning(caplog: pytest.LogCaptureFixture, monkeypatch: Any, tmp_path: Path) -> None:
-    """What was planned, what it sends, how near the optimum that is, in how many seconds."""
+def test_log_line_of_a_planning(caplog: pytest.LogCaptureFixture, monkeypatch: Any, tmp_path: Path) -> None:
+    """It has the function's name, the bytes, the seconds, and whether the plan is from the cache."""
     monkeypatch.setenv("SHARDPLAN_CACHE_DIR", str(tmp_path))
 
     def double(x: Any) -> Any:
@@ -91,8 +92,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "file"])
-def test_what_takes_long_is_shown(stream: Any, monkeypatch: Any) -> None:
-    """On a terminal: what planning is at, and nothing when it has ended."""
+def test_progress_of_a_long_planning(stream: Any, monkeypatch: Any) -> None:
+    """On a terminal it shows the stage, and it is erased at the end."""
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "_SECONDS_BEFORE", 0.0)
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN", 0.01)

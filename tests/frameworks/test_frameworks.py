@@ -1,4 +1,4 @@
-"""Steps as people write them: objects of NNX, modules of Equinox, linen's states and boxes."""
+"""Steps with frameworks: objects of NNX, modules of Equinox, linen's states and boxes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def counting(counter: Any, x: Any) -> Any:
     return counter, x.sum()
 
 
-def test_what_a_function_adds_to_an_object() -> None:
+def test_attributes_that_a_function_adds() -> None:
     """New Variables and other attributes come out, and a returned argument is the object itself."""
     counter = Counter()
     for times in (1, 2):
@@ -129,7 +129,8 @@ def test_objects_in_trees_and_by_keyword() -> None:
     assert_equal_trees(counter.count[...], np.full(8, 3, np.float32))
 
 
-def test_shapes_of_results_change_nothing() -> None:
+def test_shapes_of_results() -> None:
+    """`eval_shape` changes no object."""
     counter = Counter()
     found, total = planned(counting).eval_shape(counter, jnp.ones(8))
     assert found is counter and total.shape == () and not hasattr(counter, "last")
@@ -150,7 +151,7 @@ def eqx_step(model: Any, state: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("inside", [lambda fn: fn, eqx.filter_jit], ids=["plain", "filter_jit"])
 def test_modules_with_functions_among_their_leaves(inside: Any) -> None:
-    """What jax.jit would refuse is compiled in, and comes back in the results."""
+    """Leaves that jax.jit would refuse are compiled in, and come back in the results."""
     model = eqx.nn.MLP(16, 1, 32, 2, key=jax.random.key(0))
     state = optax.adam(1e-2).init(eqx.filter(model, eqx.is_array))
     step, expected = shardplan.auto(inside(eqx_step), MESH), eqx.filter_jit(eqx_step)

@@ -1,9 +1,9 @@
-"""Drawn convolutions and poolings, with plans that nobody would choose, and what they compute by NumPy.
+"""Random convolutions and poolings, random plans of them, and reference values by NumPy.
 
     python -m tests.helpers.convolution_programs groups 0 24
 
-plans, runs and compiles cases for H100, each in a process of its own: XLA ends the process where a check of its own
-fails. What went wrong is printed, a line per case.
+plans, runs and compiles cases for H100, each in a process of its own: XLA ends the process if a check of its own fails.
+Each failure prints a line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Drawn:
-    """One case: a convolution, a pooling or a pad over images of ``sizes``, channels last, and how it is planned."""
+    """One case: a convolution, a pooling or a pad over images of ``sizes``, channels last, and its plan."""
 
     what: str
     mesh: tuple[int, ...]
@@ -67,7 +67,7 @@ class Drawn:
     # ---- as a user writes it
 
     def step(self, x: Any, kernel: Any, a: Any, b: Any) -> Any:
-        """The result and, of what is linear, the gradients of image and kernel; and a product of sizes that pad."""
+        """The result, the gradients of image and kernel if it is linear, and a product of sizes that pad."""
         if self.what in ("max", "min"):
             found = (self._result(x, kernel),)
         else:
@@ -115,7 +115,7 @@ class Drawn:
         return (*found, np.sum(np.asarray(a, np.float64) @ np.asarray(b, np.float64))) if self.pads else found
 
     def _places(self, x: Any) -> Any:
-        """Per element of the dilated, cropped and padded image, the place that it is read from, counted from 1."""
+        """Per element of the dilated, cropped and padded image, the position of its source, counted from 1."""
         places = np.arange(1, x.size + 1).reshape(x.shape)
         for dim, (step, (low, high)) in enumerate(zip(self.base, self.padding, strict=True), 1):
             rows = (places.shape[dim] - 1) * step + 1
@@ -177,7 +177,7 @@ class Drawn:
 
 
 def drawn(kind: str, seed: int) -> Drawn:
-    """A case of a ``kind``: "negative" paddings in front, or "groups"."""
+    """A case of a ``kind``: "negative" low paddings, or "groups"."""
     draw = np.random.default_rng([len(kind), seed])
 
     def pick(items: Sequence[T]) -> T:
@@ -238,7 +238,7 @@ def _pin(draw: Any, mesh: tuple[int, ...], image: tuple[int, ...], kind: str) ->
 
 
 def plans_of(case: Drawn, profile: Any = "h100") -> dict[str, shardplan.Plan]:
-    """The plan of a case, and one of layouts and strategies that are drawn at random."""
+    """The plan of a case, and one of random layouts and strategies."""
     pins = {"0": case.spec()} if any(case.pin) else None
     given: dict[str, Any] = {"pins": pins, "islands": case.islands, "hardware": profile}
     with warnings.catch_warnings():
@@ -248,7 +248,7 @@ def plans_of(case: Drawn, profile: Any = "h100") -> dict[str, shardplan.Plan]:
 
 
 def compares(case: Drawn, plan: shardplan.Plan) -> float:
-    """The largest difference to what is expected, of a result's largest element."""
+    """The largest difference to the expected result, relative to its largest element."""
     worst = 0.0
     arrays = case.arrays()
     for one, other in zip(run(plan, mesh_of(case.mesh), *arrays), case.expected(*arrays), strict=True):

@@ -26,7 +26,8 @@ def training(width=512, layers=4, batch=2048):
 
 
 def least_peak(step, mesh, *arguments, **options):
-    """The least peak that is found. A limit below the arguments alone is refused without a search, with their sum."""
+    """The least peak that the planner finds. A limit below the arguments alone is refused without a search, with their
+    sum."""
     limit = 1.0
     for _ in range(2):
         try:
@@ -37,7 +38,7 @@ def least_peak(step, mesh, *arguments, **options):
 
 
 def plan_within(mesh=MESH):
-    """A plan within four fifths of what the one without a limit holds."""
+    """A plan within four fifths of the peak without a limit."""
     step, state, batch = training()
     free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
     return shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)

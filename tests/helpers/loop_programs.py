@@ -143,7 +143,7 @@ def associative(weights: Any, x: Any) -> Any:
 
 
 def experts_loss(weights: Any, x: Any) -> Any:
-    """Weighted experts added up one after another; what each gives is kept for the gradients of the weights."""
+    """Weighted experts added up one after another, with their results kept for the gradients of the weights."""
     chosen = jax.nn.softmax(x @ weights[0][:, : len(weights)])
 
     def add(total: Any, expert: Any) -> Any:
@@ -191,7 +191,7 @@ def accumulating_on(weights: Any, x: Any) -> Any:
 
 
 def accumulating_within(weights: Any, x: Any) -> Any:
-    """A loop that adds to what the loop around it adds up, which begins with a tensor of the caller's."""
+    """A loop that adds to the sum of the loop around it, which begins with a tensor of the caller's."""
     micro = x.reshape(2, 2, -1, x.shape[-1])
 
     def body(total: Any, part: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Small plans for the tests of the memory model, and what it says of them."""
+"""Small plans for the tests of the memory model, and the model's results for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def planned(function: Callable[..., Any], *arguments: Any, mesh: Any = 1, **opti
 
 
 def stored(plan: Plan) -> list[str]:
-    """The primitives whose results are in memory."""
+    """The primitives whose results are materialised."""
     kept = kernels_of(plan.schedule).stored
     return [o.primitive.name for o in plan.program.operations if not kept.isdisjoint(o.results)]
 

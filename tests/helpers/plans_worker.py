@@ -1,6 +1,6 @@
 """One of two processes that plan together: ``python -m tests.helpers.plans_worker INDEX PORT``.
 
-Prints a line per case: its name, and what both processes have to print too.
+Prints a line per case: its name, and the figures that both processes must print.
 """
 
 from __future__ import annotations

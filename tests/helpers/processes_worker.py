@@ -1,6 +1,6 @@
 """One of two processes that share eight devices: ``python -m tests.helpers.processes_worker INDEX PORT``.
 
-Prints a line per program: its name, and whether what this process has of the results is what jit computes alone.
+Prints a line per program: its name, and whether this process's blocks of the results are those of jit alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def on_host(moments: Any, x: Any) -> Any:
 
 
 def programs(mesh: Mesh) -> dict[str, tuple[Any, Any, dict[str, Any]]]:
-    """Per name a function, what makes its arguments, and options."""
+    """Per name a function, a function that makes its arguments, and options."""
     captured = jax.random.key(7)
     kind = NamedSharding(mesh, P("x"), memory_kind="pinned_host")
     found: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -75,7 +75,7 @@ def words(array: Any) -> np.ndarray:
 
 
 def agrees(found: Any, expected: Any) -> bool:
-    """Whether the blocks that this process has are those of the whole array."""
+    """Whether this process's blocks are those of the whole array."""
     shards = found.addressable_shards
     return all(np.allclose(words(shard.data), words(expected)[shard.index], rtol=1e-5) for shard in shards)
 

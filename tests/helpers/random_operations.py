@@ -1,4 +1,4 @@
-"""More operations for random programs: loops, branches, indices that are computed, windows, orders, and wrappers."""
+"""Random operations for random programs: loops, branches, computed indices, windows, orders, and wrappers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs for the tests of the core, drawn from a seed, and plans of them that nobody would choose."""
+"""Random programs, drawn from a seed, and random plans of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import shardplan
-from shardplan.plans.pipeline import _arguments, _planned_collectives
+from shardplan.plans.pipeline import planned_arguments, planned_collectives
 from shardplan.problem.schedule import Schedule
 from shardplan.search import solve
 
@@ -30,12 +30,12 @@ def mesh_of(sizes: Sequence[int], explicit: bool = False) -> Mesh:
 
 def with_schedule(plan: shardplan.Plan, schedule: Schedule) -> shardplan.Plan:
     """The plan of another schedule of the same program."""
-    arguments, collectives = _arguments(schedule), _planned_collectives(schedule)
+    arguments, collectives = planned_arguments(schedule), planned_collectives(schedule)
     return replace(plan, built=schedule, arguments=arguments, collectives=collectives)
 
 
 def scrambled(plan: shardplan.Plan, seed: int) -> shardplan.Plan:
-    """The same program with layouts and strategies that are drawn at random from all that are possible."""
+    """The same program with random layouts and strategies among all possible ones."""
     problem = plan.schedule.problem
     draw = np.random.default_rng(seed)
     costs = list(problem.network.costs)
@@ -46,7 +46,7 @@ def scrambled(plan: shardplan.Plan, seed: int) -> shardplan.Plan:
 
 
 def run(plan: shardplan.Plan, mesh: Mesh, *args: Any) -> Any:
-    """The results of a planned step for arguments that lie anywhere."""
+    """The results of a planned step for arguments in any layout."""
     leaves, structure = jax.tree.flatten(args)
     placed = [jax.device_put(leaf, s) for leaf, s in zip(leaves, plan.leaf_shardings(mesh), strict=True)]
     return plan.jitted(mesh)(*jax.tree.unflatten(structure, placed))
@@ -93,7 +93,7 @@ def sum_of_means(values: Sequence[jax.Array]) -> jax.Array:
 
 
 def random_values(seed: int, arrays: Sequence[jax.Array], length: int) -> list[jax.Array]:
-    """Arrays made from ``arrays`` by so many operations; the same for the same seed and shapes."""
+    """Arrays made from ``arrays`` by so many operations, the same for the same seed and shapes."""
     draw = random.Random(seed)
     values = list(arrays)
     for _ in range(length):
@@ -248,7 +248,7 @@ def _window(draw: random.Random, values: Sequence[jax.Array]) -> jax.Array | Non
 
 
 def _wrapped(draw: random.Random, values: Sequence[jax.Array]) -> jax.Array | None:
-    """A few more operations inside of something that is called."""
+    """A few more operations inside of a call."""
     seed = draw.randrange(1 << 30)
     wrap = draw.choice((jax.jit, jax.checkpoint, lambda f: f))
     arrays = values[-3:]

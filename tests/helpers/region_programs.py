@@ -1,4 +1,4 @@
-"""Drawn programs with ``shard_map``s over some axes of a mesh, whose bodies are drawn collectives."""
+"""Random programs with ``shard_map``s over some axes of a mesh, whose bodies are random collectives."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def draw_spec(draw: random.Random, sizes: dict[str, int], over: Iterable[str], s
 
 
 def wrapped(wrap: str, region: Region, x: Any, w: Any) -> Any:
-    """A region where a program may have one."""
+    """A region inside of the control flow or calls of a program."""
 
     def carried(x: Any) -> Any:
         found = region(x, w)
@@ -87,7 +87,7 @@ def wrapped(wrap: str, region: Region, x: Any, w: Any) -> Any:
 
 
 class Region:
-    """A ``shard_map`` over the axes ``over``, or by hand over more; its specs follow from its seed and operands."""
+    """A ``shard_map`` over the axes ``over``, or manual over more. Its specs follow from its seed and operands."""
 
     def __init__(
         self, seed: int, over: Sequence[str], sizes: dict[str, int], mesh: Mesh | AbstractMesh, by_hand: Sequence[str]
@@ -118,7 +118,7 @@ class Region:
         return jax.shard_map(body, out_specs=P(*(axes or None for axes in entries)), **settings)(x, w)
 
     def _one(self, draw: random.Random, x: Any, varying: set[str]) -> Any:
-        """One drawn collective, or two in a loop; keeps what the blocks of devices vary over."""
+        """One random collective, or two in a loop. It keeps the mesh axes over which the devices' blocks vary."""
         over = tuple(draw.sample(self.over, draw.randint(1, len(self.over))))
         count = int(np.prod([self.sizes[axis] for axis in over]))
         dims = [dim for dim, size in enumerate(x.shape) if size % count == 0]

@@ -1,7 +1,7 @@
-"""Devices so slow that work is never repeated: what is too small to be split for a GPU is split for them."""
+"""Slow devices: work on them is never repeated, so that operations are split that are too small for a GPU."""
 
 SLOW_DEVICES = """
-sources = ["made up: a millionth of the speed of an H100, so that work on a few rows is dear beside sending them"]
+sources = ["made up: a millionth of the speed of an H100, so that work on a few rows costs more than sending them"]
 devices_per_host = 8
 memory_bytes = 80_000_000_000
 memory_bytes_per_second = 3e12

@@ -1,4 +1,4 @@
-"""Small programs over sizes that no mesh divides, and plans of them in which as much as can be is padded."""
+"""Small programs over sizes that no mesh divides, and plans of them with as many padded splits as possible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS, COLUMNS = 21, 10
 
 
 def padded_plan(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, args: Any, seed: int = 0) -> shardplan.Plan:
-    """A plan drawn at random from those that split most unevenly; every size of the program may be padded."""
+    """A random plan of those with the most uneven splits. Every size of the program may be padded."""
     program = trace_program(fn, args)
     axes = mesh_axes(mesh)
     sizes = frozenset(size for value in program.values for size in value.shape)
@@ -46,7 +46,7 @@ def padded_plan(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, args: Any, se
 
 
 def _padded_choices(problem: Problem) -> list[np.ndarray]:
-    """bool [choices] per variable: those that pad; all where none does."""
+    """bool [choices] per variable: the padded choices, or all if there are none."""
     found = [np.ones(size, bool) for size in problem.variables.sizes]
     for value, variable in (*problem.variables.values.items(), *problem.variables.copies.items()):
         domain = problem.domain(value)
@@ -69,14 +69,14 @@ def values(*shape: int, seed: int = 0) -> jax.Array:
 
 
 def numbers(most: int, *shape: int) -> jax.Array:
-    """Integers from 0 up to ``most``, which is left out."""
+    """Integers from 0 up to ``most``, exclusive."""
     return jnp.asarray(np.random.default_rng(1).integers(0, most, shape), jnp.int32)
 
 
 def _inner(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function between others, so that neither its operands nor its results are a step's own, which lie evenly.
+    """The function between others: neither its operands nor its results are a step's own, whose splits are even.
 
-    It sees numbers below 0 first, then above; padding would be -1 and 3.
+    It sees numbers below 0 first, then above. Padding would be -1 and 3.
     """
 
     def around(*args: Any) -> Any:
@@ -97,7 +97,7 @@ def _elements(a: Any, b: Any) -> Any:
 
 
 def _products(a: Any, b: Any) -> Any:
-    """What is contracted first would be infinite in the padding."""
+    """Dots whose first contraction would be infinite in the padding."""
     wild = jnp.where(a == -1, -jnp.inf, a).T @ jnp.where(b == 3, jnp.inf, b)
     batched = jnp.einsum("bij,bkj->bik", a.reshape(ROWS, 5, 2), b.reshape(ROWS, 5, 2))
     return a @ b.T, wild / 100, batched, jnp.einsum("ij,ik->jk", a, b), (a @ b.T) @ (b @ a.T)
@@ -212,4 +212,4 @@ FAMILIES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
     "random": (_inner(_random), (_TABLE, _IDS), {"select_n"}),
     "linear_algebra": (_inner(_linear_algebra), (values(ROWS, 4, 6), values(ROWS, 4, 5)), {"cholesky", "lu", "eigh"}),
 }
-"""By name: a function, its arguments, and primitives that are padded when it is planned so."""
+"""By name: a function, its arguments, and the primitives that a padded plan pads."""

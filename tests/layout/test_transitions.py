@@ -1,4 +1,4 @@
-"""Transitions and reductions: what they are said to send is what XLA compiles for the GPU target."""
+"""Transitions and reductions: their planned bytes are the bytes that XLA compiles for the GPU target."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Case:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_paths_are_the_cheapest_of_all_and_consist_of_their_steps(seed: int) -> None:
+def test_paths_between_random_layouts(seed: int) -> None:
+    """Paths are the cheapest ones, and their prices are the sums of their steps."""
     rng, count = np.random.default_rng(seed), 30
     costs = np.where(rng.random((count, count)) < 0.05, rng.integers(1, 9, (count, count)) / 8, np.inf)
     into = [
@@ -131,8 +132,8 @@ def check_transitions(case: Case, rank: int, count: int | None, at_once: int) ->
     assert not wrong
 
 
-def test_the_dimension_that_is_gathered_last_is_told_of_all_transitions_at_once() -> None:
-    """A gather leaves the dimension first that it goes over: what was split over several, the one that goes last."""
+def test_last_gathered_dimension() -> None:
+    """The table agrees with the paths. An all-gather over several axes ends with its own dimension."""
     axes = MeshAxes(NAMES[:2], (2, 4))
     transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain((64, 64, 64))
@@ -145,7 +146,8 @@ def test_the_dimension_that_is_gathered_last_is_told_of_all_transitions_at_once(
         assert dims[domain.position[source], domain.position[target]] == changed
 
 
-def test_what_begins_with_a_slice_is_told_of_all_targets_at_once() -> None:
+def test_transitions_that_begin_with_a_slice() -> None:
+    """The table for all targets agrees with the paths."""
     axes = MeshAxes(NAMES, (2, 2, 2))
     transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain(SHAPES[2])
@@ -158,7 +160,8 @@ def test_what_begins_with_a_slice_is_told_of_all_targets_at_once() -> None:
 @pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
-def test_sampled_transitions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
+def test_compiled_bytes_of_sampled_transitions(sizes: tuple[int, ...]) -> None:
+    """XLA sends the bytes of the path."""
     case = Case(sizes)
     for rank in SHAPES:
         check_transitions(case, rank, count=8, at_once=8)
@@ -168,7 +171,8 @@ def test_sampled_transitions_compile_to_what_they_cost(sizes: tuple[int, ...]) -
 @pytest.mark.long
 @pytest.mark.parametrize("rank", SHAPES)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_transitions_compile_to_what_they_cost(sizes: tuple[int, ...], rank: int) -> None:
+def test_compiled_bytes_of_transitions(sizes: tuple[int, ...], rank: int) -> None:
+    """XLA sends the bytes of the path."""
     check_transitions(Case(sizes), rank, count=400, at_once=5)
 
 
@@ -209,7 +213,8 @@ def check_padded(case: Case, shape: tuple[int, ...], count: int, at_once: int) -
 @pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
-def test_sampled_padded_transitions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
+def test_compiled_bytes_of_sampled_padded_transitions(sizes: tuple[int, ...]) -> None:
+    """XLA sends the bytes of the path, padding included."""
     check_padded(Case(sizes, (101, 21)), (101, 16, 21), count=6, at_once=6)
 
 
@@ -217,7 +222,8 @@ def test_sampled_padded_transitions_compile_to_what_they_cost(sizes: tuple[int, 
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("shape", [(101,), (21, 101), (101, 16), (101, 16, 12)], ids=str)
-def test_padded_transitions_compile_to_what_they_cost(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_compiled_bytes_of_padded_transitions(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """XLA sends the bytes of the path, padding included."""
     check_padded(Case(sizes, (101, 21, 12)), shape, count=60, at_once=1)
 
 
@@ -275,14 +281,16 @@ def check_reductions(case: Case, count: int | None) -> None:
 @pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
-def test_sampled_reductions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
+def test_compiled_bytes_of_sampled_reductions(sizes: tuple[int, ...]) -> None:
+    """XLA sends the bytes of the path."""
     check_reductions(Case(sizes), count=6)
 
 
 @compiles_for_gpus
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_reductions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
+def test_compiled_bytes_of_reductions(sizes: tuple[int, ...]) -> None:
+    """XLA sends the bytes of the path."""
     check_reductions(Case(sizes), count=150)
 
 
@@ -290,7 +298,8 @@ def test_reductions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
-def test_paths_cost_what_the_tables_say_and_go_no_detour(sizes: tuple[int, ...]) -> None:
+def test_paths_and_tables(sizes: tuple[int, ...]) -> None:
+    """Paths have the prices of the tables, and no detour."""
     axes = MeshAxes(NAMES[: len(sizes)], sizes)
     transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain((16, 32))
@@ -305,7 +314,8 @@ def test_paths_cost_what_the_tables_say_and_go_no_detour(sizes: tuple[int, ...])
         assert table[i, j] == pytest.approx(priced, abs=1e-3)
 
 
-def test_what_is_replicated_is_split_for_nothing() -> None:
+def test_splits_of_a_replicated_tensor() -> None:
+    """They cost nothing."""
     axes = MeshAxes(("x", "y"), (2, 4))
     transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain((16, 32))
@@ -350,8 +360,8 @@ def test_corners_of_halos_are_sent_with_the_later_dimension():
 
 
 @compiles_for_gpus
-def test_what_two_readers_bring_for_themselves_keeps_its_layout_for_others() -> None:
-    """A limit may have each reader bring a value to its layout for itself; others still read it as it is stored."""
+def test_transitions_per_reader_without_a_copy() -> None:
+    """Without a shared copy, other readers still read the stored layout."""
     mesh, rows, columns = gpu_mesh("h100", (8,), ("x",)), PartitionSpec("x"), PartitionSpec(None, "x")
 
     def held(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -366,7 +376,7 @@ def test_what_two_readers_bring_for_themselves_keeps_its_layout_for_others() -> 
     assignment = plan.schedule.assignment
     product = plan.schedule.program.operations[-1].operands[1]
     assert isinstance(product, int)
-    apart = replace(assignment, copies=assignment.copies | {product: assignment.values[product]})
-    drawn = with_schedule(plan, Schedule(plan.schedule.problem, apart))
+    without_copy = replace(assignment, copies=assignment.copies | {product: assignment.values[product]})
+    drawn = with_schedule(plan, Schedule(plan.schedule.problem, without_copy))
     planned = sum(sent.bytes for sent in drawn.schedule.collectives())
     assert measure(drawn.lower(mesh)).communication_bytes == pytest.approx(planned)

@@ -1,4 +1,4 @@
-"""The demo: what it prints of plans, what it does without the GPU compiler, and all of it from the command line."""
+"""The demo: its tables, its run without the GPU compiler, and the command line."""
 
 import io
 import os
@@ -30,7 +30,8 @@ def console() -> Console:
     ("shape", "spec"),
     [((), ()), ((3,), ()), ((16,), ("data",)), ((16, 24), (None, "data")), ((24, 20), ("data",)), ((0, 3), ())],
 )
-def test_baselines_split_what_divides(shape: tuple[int, ...], spec: tuple[str | None, ...]):
+def test_baselines_of_the_demo(shape: tuple[int, ...], spec: tuple[str | None, ...]):
+    """They split the dimensions that divide."""
     leaf = jax.ShapeDtypeStruct(shape, "float32")
     assert tuple(fully_sharded(leaf, 8)) == spec
     assert tuple(data_parallel(leaf, 8)) == ()
@@ -51,7 +52,9 @@ def test_tables_account_for_the_whole_plan(console: Console):
 
 
 @pytest.mark.slow
-def test_without_the_gpu_compiler_it_says_so_and_goes_on(console: Console, monkeypatch: pytest.MonkeyPatch):
+def test_demo_without_the_gpu_compiler(console: Console, monkeypatch: pytest.MonkeyPatch):
+    """It prints that, and continues."""
+
     def missing(*_: object, **__: object):
         raise TargetNotInstalledError("pip install 'shardplan[audit]'")
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: what the layer computes, what is planned for it, and that plans hold."""
+"""Mixture of experts: the layer's values, its plans, and their compiled bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def layer_by_hand(layer: moe.Experts, x: np.ndarray, room: int) -> np.ndarray:
     ],
     ids=["dropped", "room for all", "ragged"],
 )
-def test_a_layer_computes_what_it_does_token_by_token(options: dict, room: int):
+def test_a_layer_token_by_token(options: dict, room: int):
+    """The layer computes the same for all tokens at once."""
     config = replace(TINY, **options)
     assert config.capacity == room or config.routing == "ragged"
     layer = moe.Experts(config, nnx.Rngs(0))
@@ -124,7 +125,8 @@ def test_experts_are_split_over_all_devices_and_tokens_travel(mesh: str):
 
 
 @pytest.mark.slow
-def test_sorted_tokens_meet_experts_split_along_their_hidden_units():
+def test_layouts_of_sorted_tokens_and_experts():
+    """Experts are split along their hidden units."""
     plan = planned(replace(WIDE, routing="ragged"), "8")
     layouts = {name: tuple(plan.layouts[EXPERTS + name]) for name in ("gate", "up", "down")}
     assert layouts == {"gate": (None, None, "data"), "up": (None, None, "data"), "down": (None, "data")}
@@ -185,7 +187,8 @@ def audited(routing: Literal["capacity", "ragged"], mesh: str) -> Audit:
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("routing", ["capacity", "ragged"])
-def test_what_is_compiled_is_what_was_planned_and_less_than_by_hand(routing: Literal["capacity", "ragged"], mesh: str):
+def test_compiled_bytes_of_a_mixture(routing: Literal["capacity", "ragged"], mesh: str):
+    """They are the planned ones, and fewer than by hand."""
     audit = audited(routing, mesh)
     assert audit.ok(tolerance=0.02)
     config = replace(WIDE, routing=routing, compute_dtype=jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Models that are no transformers: their sizes are the published ones, and they compute what they say."""
+"""Models other than transformers: published sizes, and values by reference implementations."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,8 @@ def test_the_u_net_gives_the_published_volume():
 
 
 @pytest.mark.long
-def test_checkpointed_stages_train_alike_and_drop_what_is_left_of_an_odd_size():
+def test_checkpointed_stages_of_an_odd_size():
+    """They train as others, and drop the last row of an odd size."""
     losses = []
     for remat in (False, True):
         training = vgg.training(vgg.Config(stages=((2, 4), (1, 4)), classifier=False, image=14, batch=2, remat=remat))
@@ -66,7 +67,8 @@ def test_the_scan_is_the_recurrence():
 
 
 @pytest.mark.long
-def test_mamba_looks_only_back():
+def test_mamba_is_causal():
+    """A position depends on earlier ones alone."""
     config = mamba.SMALL
     params = mamba.training(config).init()["params"]
     apply = jax.jit(lambda tokens: mamba.Mamba(config).apply({"params": params}, tokens))

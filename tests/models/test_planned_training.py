@@ -1,4 +1,4 @@
-"""The models train planned as they train unplanned: the same losses, and the same parameters after five steps."""
+"""Planned training of the models: the losses and parameters of five unplanned steps."""
 
 from pathlib import Path
 

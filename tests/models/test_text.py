@@ -1,4 +1,4 @@
-"""The text: real, the same every time, and served as next-byte batches."""
+"""The text corpus: real, reproducible, and served as next-byte batches."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The models of the Tofu paper: their weights take the memory of its table, and they compute what they should."""
+"""The models of the Tofu paper: the memory of its table, and values by reference implementations."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The models: their sizes are the published ones, their steps are pure, keep their shapes, and learn."""
+"""Training steps of the models: published sizes, purity, constant shapes, and learning."""
 
 import math
 
@@ -89,7 +89,8 @@ def test_same_seed_same_state():
 
 
 @pytest.mark.slow
-def test_gpt_looks_only_back():
+def test_gpt_is_causal():
+    """A position depends on earlier ones alone."""
     config = gpt.Config(layers=2, width=32, heads=4, vocabulary=64, sequence=16, batch=1)
     params = gpt.training(config).init()["params"]
     apply = jax.jit(lambda tokens: gpt.GPT(config).apply({"params": params}, tokens))

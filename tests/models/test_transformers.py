@@ -1,4 +1,4 @@
-"""The transformers: sizes as published, and options that change how a step is computed, not what it computes."""
+"""The transformers: published sizes, and options that change the computation but not its results."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -155,7 +155,8 @@ def test_t5_writes_looking_back_and_reads_everything():
 
 
 @pytest.mark.long
-def test_bert_does_not_see_what_is_not_there():
+def test_bert_with_absent_tokens():
+    """Absent tokens have no influence."""
     config = replace(bert.SMALL, dropout=0.0)
     training = bert.training(config)
     params, batch = training.init()["params"], training.example()
@@ -198,6 +199,7 @@ def test_vit_in_equinox_learns_and_keeps_its_type():
         ({"checkpoint": "everything"}, "no checkpoint policy `everything`; there are .*dots_saveable"),
     ],
 )
-def test_llama_refuses_what_cannot_be(change, message: str):
+def test_llama_with_wrong_sizes(change, message: str):
+    """Its errors name the sizes."""
     with pytest.raises(ValueError, match=message):
         llama.training(replace(llama.SMALL, **change))

@@ -1,4 +1,4 @@
-"""Every model: the small one trains planned as unplanned, the benchmark's can be traced, names leave no trace."""
+"""All models: the small one trains planned as unplanned, the benchmark's can be traced, names leave no trace."""
 
 from pathlib import Path
 
@@ -66,7 +66,8 @@ def test_configurations_are_there(name: str, config: str):
 
 
 @pytest.mark.slow
-def test_names_leave_no_trace_and_constrain_where_asked():
+def test_names_of_activations():
+    """They leave no trace, and are constraints under `logical_axes`."""
     x = jax.ShapeDtypeStruct((16, 6, 4), np.float32)
     trace = lambda: jax.make_jaxpr(lambda x: logical(x, "batch", None, "embed"))(x)  # noqa: E731
     assert not trace().eqns

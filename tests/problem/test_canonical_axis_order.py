@@ -1,4 +1,4 @@
-"""Straightening: of schedules that cost the same, that whose dimensions take mesh axes in the mesh's order."""
+"""Canonical axis order: of assignments of equal cost, the one whose dimensions have mesh axes in the mesh's order."""
 
 import jax
 import jax.numpy as jnp
@@ -51,19 +51,21 @@ def test_a_user_who_asks_for_another_order_gets_it():
     assert plan.communication_bytes == pytest.approx(_plan().communication_bytes)
 
 
-def test_what_costs_no_more_is_turned_as_a_whole():
+def test_another_order_at_the_same_cost():
+    """All its variables change to the mesh's order together."""
     plan = _plan()
     problem, straight = plan.schedule.problem, _choices(plan)
     other = straight.copy()
     for variable, to in canonical_choices(problem).items():
-        alike = [choice for choice, turned in enumerate(to) if turned == straight[variable]]
-        other[variable] = max(alike, key=lambda choice: choice != straight[variable])
+        same = [choice for choice, canonical in enumerate(to) if canonical == straight[variable]]
+        other[variable] = max(same, key=lambda choice: choice != straight[variable])
     assert (other != straight).any()
     assert problem.network.cost(other) == pytest.approx(problem.network.cost(straight))
     assert (canonicalize_axis_order(problem, other) == straight).all()
 
 
-def test_what_is_pinned_stays_and_nothing_becomes_dearer():
+def test_a_pinned_order():
+    """It stays, and the cost does not rise."""
     plan = _plan({"1": jax.P(("y", "x"), None)})
     problem, choices = plan.schedule.problem, _choices(plan)
     cost = problem.network.cost(choices)

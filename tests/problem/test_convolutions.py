@@ -1,4 +1,4 @@
-"""Drawn convolutions and poolings: planned in any way, they compute what NumPy does, and XLA never ends the process."""
+"""Random convolutions and poolings: any plan computes the values of NumPy, and XLA never ends the process."""
 
 import os
 import subprocess
@@ -78,7 +78,7 @@ def test_strategies_of_drawn_groups_split_whole_groups(seed: int) -> None:
                 assert not any(halo.operand == 0 and halo.dim == dim for halo in strategy.halos)
 
 
-def test_channels_between_groups_beside_a_padded_size() -> None:
+def test_channels_between_groups_with_a_padded_size() -> None:
     """Blocks of 3 channels cut through groups of 2, also where some size of the step does not divide."""
     numbers = ("NHWC", "HWIO", "NHWC")
 
@@ -122,7 +122,7 @@ def grown(x: Any, k: Any) -> jax.Array:
 
 @pytest.mark.slow
 def test_odd_blocks_of_dilated_rows_in_another_order(tmp_path: Path) -> None:
-    """XLA alone cuts off what a block has too many along the dimension of the channels."""
+    """XLA alone removes a block's additional rows along the dimension of the channels."""
     profile, mesh, draw = tmp_path / "slow.toml", mesh_of((2,)), np.random.default_rng(0)
     profile.write_text(SLOW_DEVICES)
 
@@ -141,7 +141,7 @@ def weights_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
     return lax.conv_general_dilated(x, dy, (1,), [(1, 0)], dimension_numbers=("CHN", "IHO", "HNC"))
 
 
-def test_uneven_rows_are_not_summed_beside_an_unused_axis() -> None:
+def test_uneven_rows_with_an_unused_axis() -> None:
     """XLA would add up the parts of devices that have the same rows."""
     mesh = MeshAxes(("x", "y"), (2, 4))
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(3, 138, 4), (3, 138, 8)]]
@@ -221,7 +221,7 @@ def batch_in_groups(x: Any, kernel: Any) -> Any:
 def test_bytes_of_dilated_data_and_of_batches_in_groups(
     step: Any, shapes: Any, sizes: Any, spec: P, tmp_path: Path
 ) -> None:
-    """XLA sends what is planned, where it would gather the data, and the values are those of the unplanned step."""
+    """XLA sends the planned bytes without an all-gather of the data, and the values are those of the unplanned step."""
     profile = tmp_path / "slow.toml"
     profile.write_text(SLOW_DEVICES)
     draw = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Layouts, strategies and the cost network: what may be chosen, what it costs, and that the best is found."""
+"""Layouts, strategies and the cost network: the choices, their costs, and the optimum."""
 
 from __future__ import annotations
 
@@ -220,7 +220,8 @@ def priced_anew(plan: shardplan.Plan) -> float:
 @pytest.mark.parametrize("objective", ["bytes", "time"])
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", TINY)
-def test_the_objective_is_what_the_plan_does(name: str, sizes: tuple[int, ...], objective: str) -> None:
+def test_objective_of_a_plan(name: str, sizes: tuple[int, ...], objective: str) -> None:
+    """The network's cost is that of the plan's schedule."""
     fn, args = TINY[name]
     plan = shardplan.plan(fn, abstract_mesh(*sizes), *args, objective=objective)
     assert plan.objective == pytest.approx(priced_anew(plan), rel=1e-4, abs=1e-9)
@@ -229,7 +230,7 @@ def test_the_objective_is_what_the_plan_does(name: str, sizes: tuple[int, ...], 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:no mesh axis")
 @pytest.mark.parametrize("seed", range(30))
-def test_the_objective_is_at_least_what_random_plans_do(seed: int) -> None:
+def test_objective_of_random_plans(seed: int) -> None:
     """Two readers that take one value on to a third layout: the network counts that twice, the plan sends it once."""
     params = inputs_of(seed)
     batch = params.pop("p0")
@@ -252,7 +253,8 @@ def test_a_step_that_is_data_parallel_by_nature() -> None:
     assert plan.communication_bytes <= 3 * 2 * 7 / 8 * 512 * 512 * 4 + 1000
 
 
-def test_captured_arrays_lie_on_every_device() -> None:
+def test_captured_arrays() -> None:
+    """They are whole on every device."""
     table = jnp.ones((64, 64))
     plan = shardplan.plan(lambda x: x @ table, abstract_mesh(8), floats(64, 64))
     (value,) = plan.program.captured

@@ -1,5 +1,4 @@
-"""The user's own sharding constraints inside a planned function are hard constraints of the plan; the mesh in use is
-not."""
+"""Hard layouts: sharding constraints inside a planned function, explicit axes, and the mesh in use."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ def test_constraints_inside_the_function_are_kept(spec: P, kept: P) -> None:
     assert result.sharding.is_equivalent_to(NamedSharding(mesh, kept), 2)
 
 
-def test_constraints_leave_open_dimensions_open_and_take_the_mesh_in_use() -> None:
+def test_constraints_with_open_dimensions() -> None:
+    """Open dimensions stay free, and the mesh in use is the planned one."""
     mesh = mesh_of((2, 4))
 
     def fn(x: Any, w: Any) -> Any:
@@ -53,7 +53,8 @@ def test_constraints_leave_open_dimensions_open_and_take_the_mesh_in_use() -> No
     assert_equal_trees(total, ((X @ X) ** 2).sum())
 
 
-def test_constraints_of_what_is_made_inside_are_kept() -> None:
+def test_constraints_of_inner_values() -> None:
+    """They are kept."""
     mesh = mesh_of((2, 4))
     made = shardplan.auto(
         lambda: jax.lax.with_sharding_constraint(jnp.zeros((8, 8)), NamedSharding(mesh, P("y"))), mesh
@@ -61,7 +62,8 @@ def test_constraints_of_what_is_made_inside_are_kept() -> None:
     assert made().sharding.spec == P("y")
 
 
-def test_constraints_that_no_plan_can_keep_are_left_out_with_a_warning() -> None:
+def test_constraints_that_no_plan_can_keep() -> None:
+    """They are left out, with a warning."""
     mesh = mesh_of((8,))
 
     def fn(x: Any) -> Any:
@@ -82,7 +84,8 @@ def _shaped(mesh: Any, spec: P) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec))
 
 
-def test_arguments_that_explicit_axes_split_stay_so_and_the_price_is_said() -> None:
+def test_arguments_split_by_explicit_axes() -> None:
+    """They keep their layout, and the statistics have its price."""
     mesh = mesh_of((2, 4), explicit=True)
     free = shardplan.plan(_twice, mesh, _shaped(mesh, P()), _shaped(mesh, P()))
     assert "pins" not in free.statistics
@@ -94,7 +97,8 @@ def test_arguments_that_explicit_axes_split_stay_so_and_the_price_is_said() -> N
     assert same.communication_bytes == free.communication_bytes  # axes of type Auto say nothing of the type
 
 
-def test_a_pin_goes_before_the_layout_of_an_argument() -> None:
+def test_a_pin_of_an_argument_with_a_layout() -> None:
+    """The pin has precedence."""
     mesh = mesh_of((2, 4), explicit=True)
     pins = {"0": P("x", None)}
     plan = shardplan.plan(_twice, mesh, _shaped(mesh, P(None, "y")), _shaped(mesh, P(None, "y")), pins=pins)

@@ -1,4 +1,4 @@
-"""Arrays in host memory: arguments, results and what a step moves keep their memory kind, and are counted there."""
+"""Arrays in host memory: arguments, results and moved values keep their memory kind, and their bytes count there."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_host_state_on_explicit_axes() -> None:
 
 
 def test_host_arrays_that_pins_lay_out_in_two_ways() -> None:
-    """What is on the host is brought to other layouts on the devices, and gets there back."""
+    """Arrays are resharded on the devices, and return to the host."""
     pins = {"0": P("x"), "1": P(None, "x")}
     found = as_jit(lambda a, b: a * 2 + b, lambda: (placed(X), placed(X)), pins=pins)
     assert kinds(found) == ["pinned_host"]
@@ -183,7 +183,7 @@ def test_any_layouts_of_host_arrays(name: str) -> None:
         assert kinds(found) == kinds(expected)
 
 
-def test_host_bytes_are_apart_from_the_peak() -> None:
+def test_host_bytes_and_the_peak() -> None:
     """The peak of a device is without them, and the printed plan has both."""
     mesh, w = AbstractMesh((8,), ("x",)), jax.ShapeDtypeStruct((1024, 1024), "float32")
     on_host = shardplan.plan(update, mesh, shape_on_host(1024, 1024), w, donate_argnums=(0, 1))

@@ -1,4 +1,4 @@
-"""Maxima and minima over devices keep NaNs, and a softmax needs nothing for that."""
+"""Maxima and minima over devices: they keep NaNs, and those of a softmax need no integers."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_maxima_of_library_softmaxes():
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt", "llama", "vit"])
 def test_maxima_of_models(model: str):
-    """Their plans are what they were: every maximum is that of a softmax."""
+    """No plan has integers: every maximum is that of a softmax."""
     training = MODELS[model]()
     assert lost(training.train_step, training.state, training.batch) == {False}
 
@@ -172,8 +172,8 @@ def test_nan_in_a_maximum_over_devices():
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), "drawn", "scattered"], ids=str)
-def test_nan_in_what_devices_compare(sizes: tuple[int, ...], spec: Any):
-    """All that compares elements gives what one device gives, however the array is split."""
+def test_nan_in_comparisons_over_devices(sizes: tuple[int, ...], spec: Any):
+    """Each comparison gives the result of one device, for any split of the array."""
     mesh = mesh_of(sizes)
     spec = P(("x", "y")[: len(sizes)]) if spec == "scattered" else spec
     plan = shardplan.plan(extremes, mesh, X, pins=None if spec == "drawn" else {"0": spec})

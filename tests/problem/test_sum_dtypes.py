@@ -122,7 +122,7 @@ def test_training_in_bfloat16(name: str, sizes: tuple[int, ...], tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["product", "vector", "sum"])
 def test_small_sums_over_devices(name: str):
-    """The parts of a small sum in bfloat16 are made and added up in float32: only what they add up to is rounded."""
+    """The parts of a small sum in bfloat16 are added up in float32: only the sum is rounded."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.bfloat16)
     function, other, made = {
         "product": (lambda x, w: w @ x, x[:8], "dot_general"),
@@ -140,7 +140,7 @@ def test_small_sums_over_devices(name: str):
 
 
 def test_terms_of_a_sum_in_bfloat16():
-    """What is added up in float32 is no more rounded before than on one device, where devices share it."""
+    """Terms of a sum in float32 are rounded no more over devices than on one."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 256)), jnp.bfloat16)
 
     def function(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sizes that the mesh does not divide: planned, right, and said."""
+"""Sizes that the mesh does not divide: their plans, their values, and the warnings."""
 
 from __future__ import annotations
 
@@ -77,28 +77,32 @@ def test_drawn_layouts_equal_unplanned(name: str, sizes: tuple[int, ...]) -> Non
     assert_equal_trees(run(plan, mesh, *args), jax.jit(language_step)(*args))
 
 
-def test_an_undivided_vocabulary_is_said() -> None:
+def test_an_undivided_vocabulary() -> None:
+    """It causes a warning."""
     args = jax.eval_shape(lambda: arguments(50257, 12, 16, 96))
     with pytest.warns(ShardplanWarning, match=r"divides 50257, dimension 0 of `0/table` .*padded.*50264 would be"):
         plan = shardplan.plan(language_step, mesh_of((8,)), *args)
     assert plan.layouts["0/table"] in (jax.P(), jax.P(None, "x"))
 
 
-def test_a_long_size_that_no_product_has_stays_whole_and_is_said() -> None:
+def test_a_long_size_that_no_product_has() -> None:
+    """It stays whole, with a warning."""
     table = jax.ShapeDtypeStruct((50257, 24), jnp.float32)
     with pytest.warns(ShardplanWarning, match=r"divides 50257.*not split, which can cost much"):
         plan = shardplan.plan(lambda t, x: (t * 0.9, x.sum()), mesh_of((8,)), table, jax.ShapeDtypeStruct((8,), "f4"))
     assert plan.schedule.space.padded == frozenset()
 
 
-def test_heads_that_one_axis_divides_are_not_worth_a_word() -> None:
+def test_heads_that_one_axis_divides() -> None:
+    """They cause no warning."""
     args = jax.eval_shape(lambda: arguments(50304, 12, 16, 96))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shardplan.plan(language_step, mesh_of((2, 4)), *args)
 
 
-def test_an_undivided_batch_is_said() -> None:
+def test_an_undivided_batch() -> None:
+    """It causes a warning."""
     with pytest.warns(ShardplanWarning, match=r"divides dimension 0 of `1` \[6, 6\]: its 6 rows.*8 rows would be"):
         shardplan.plan(language_step, mesh_of((8,)), *arguments(64, 8, 6))
 
@@ -163,8 +167,8 @@ def undivided(plan: shardplan.Plan) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no mesh axis")
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
-def test_a_vocabulary_costs_what_the_next_one_that_divides_does(sizes: tuple[int, ...]) -> None:
-    """It costs at most two exchanges more: of the table, which lies split by features, and of its gradient."""
+def test_bytes_of_an_undivided_vocabulary(sizes: tuple[int, ...]) -> None:
+    """It costs at most two more exchanges than a divided one: of the table, split by features, and its gradient."""
     mesh = AbstractMesh(sizes, ("x", "y")[: len(sizes)])
     plan, even = (shardplan.plan(language_step, mesh, *big_arguments(size)) for size in (50257, 50304))
     exchange = 50304 * 512 * 4 * 7 / 64
@@ -181,7 +185,8 @@ def big_arguments(vocabulary: int) -> Any:
 @compiles_for_gpus
 @pytest.mark.filterwarnings("ignore:no mesh axis")
 @pytest.mark.parametrize("sizes", [(8,), pytest.param((2, 4), marks=pytest.mark.long)], ids=str)
-def test_padded_splits_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
+def test_compiled_bytes_of_padded_splits(sizes: tuple[int, ...]) -> None:
+    """XLA sends the planned bytes."""
     plan = shardplan.plan(language_step, AbstractMesh(sizes, ("x", "y")[: len(sizes)]), *big_arguments(50257))
     audit = shardplan.audit(plan, target="h100")
     assert audit.ok(0.02), str(audit)
@@ -192,7 +197,8 @@ def test_padded_splits_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", ["elements", "softmaxes", "lookups", "attention", "sums"])
-def test_drawn_padded_splits_send_no_more_than_they_cost(name: str, sizes: tuple[int, ...]) -> None:
+def test_compiled_bytes_of_drawn_padded_splits(name: str, sizes: tuple[int, ...]) -> None:
+    """XLA sends at most the planned bytes."""
     fn, args, _ = FAMILIES[name]
     plan = padded_plan(fn, AbstractMesh(sizes, ("x", "y")[: len(sizes)]), args)
     audit = shardplan.audit(plan, target="h100")
@@ -207,14 +213,15 @@ def test_programs_that_divide_are_padded_nowhere() -> None:
     assert padded_sizes(trace_program(language_step, arguments(101, 12, 8)), MeshAxes(("x",), (8,))) == {101, 12, 6}
 
 
-def test_only_what_is_padded_has_domains_of_its_own() -> None:
+def test_domains_of_padded_sizes() -> None:
+    """Only padded sizes have domains of their own."""
     space = LayoutSpace(MeshAxes(("x", "y"), (2, 4)), frozenset({101}))
     assert space.domain((101, 64)).padded and not space.domain((12, 64)).padded
     assert space.domain((12, 64)) is space.domain((20, 64))
 
 
 @pytest.mark.parametrize(("size", "blocks", "pads"), [(12, 8, True), (12, 4, False), (9, 8, False), (50257, 8, True)])
-def test_little_is_padded(size: int, blocks: int, pads: bool) -> None:
+def test_padding_is_limited(size: int, blocks: int, pads: bool) -> None:
     space = LayoutSpace(MeshAxes(("x",), (blocks,)), frozenset({size}))
     domain = space.domain((size,))
     assert bool(domain.padded) == pads == space.pads(size, blocks)
@@ -223,7 +230,8 @@ def test_little_is_padded(size: int, blocks: int, pads: bool) -> None:
         assert per_device == pytest.approx((size + padding(size, blocks)) / blocks)
 
 
-def test_an_index_that_can_be_padded_splits_in_the_same_way_evenly() -> None:
+def test_padded_and_even_splits_of_one_index() -> None:
+    """The padded split of an index is its even split."""
     checked = 0
     for sample in samples().values():
         try:
@@ -260,7 +268,7 @@ def test_a_shifted_index_is_not_padded() -> None:
     assert kept == ["i0"]
 
 
-def test_blocks_that_do_not_lie_within_others_are_gathered_first() -> None:
+def test_blocks_that_cross_larger_blocks() -> None:
     """50 rows over 4 devices are 13 each, over 2 of them 25: the halves are no pairs of quarters."""
     plan = padded_plan(lambda a: jnp.sin(jnp.sin(a)) @ a.T, AbstractMesh((2, 2), ("x", "y")), (values(50, 6),))
     problem = plan.schedule.problem

@@ -1,4 +1,4 @@
-"""Images whose rows the mesh does not divide are split all the same, with the neighbours' rows that windows need."""
+"""Images whose rows the mesh does not divide: they are split, with the neighbours' rows that windows need."""
 
 from importlib.util import find_spec
 from pathlib import Path

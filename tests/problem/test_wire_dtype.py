@@ -1,4 +1,4 @@
-"""What has been converted to a wider type is sent in the narrower one, also where it is gathered for each reader."""
+"""Element types on the wire: converted values are sent in their narrower type, also gathered for each reader."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +37,8 @@ WAYS: list[tuple[Widen, int]] = [
 
 
 @pytest.mark.parametrize(("widen", "width"), WAYS)
-def test_what_passes_on_from_which_type_numbers_come(widen: Widen, width: int) -> None:
+def test_operations_that_pass_on_a_narrow_type(widen: Widen, width: int) -> None:
+    """Views, slices and concatenations of converted values have the type before the conversion."""
     program = trace_program(widen, (jax.ShapeDtypeStruct((64, 64), "bfloat16"),), {})
     [output] = program.outputs
     dtype = widened_from(program).get(output) if isinstance(output, int) else None
@@ -67,7 +68,8 @@ def _for_each_reader(plan: shardplan.Plan) -> shardplan.Plan:
 
 @compiles_for_gpus
 @pytest.mark.parametrize(("widen", "width"), [WAYS[0], WAYS[2], WAYS[4]])
-def test_compiled_gathers_send_what_it_was_before(widen: Widen, width: int) -> None:
+def test_compiled_gathers_of_converted_values(widen: Widen, width: int) -> None:
+    """XLA sends the type before the conversion."""
     mesh = gpu_mesh("h100", (8,), ("x",))
     _, plan = _planned(mesh, widen)
     gathered = [sent.bytes for sent in plan.collectives if sent.kind == "all-gather"]
@@ -76,7 +78,7 @@ def test_compiled_gathers_send_what_it_was_before(widen: Widen, width: int) -> N
 
 
 @compiles_for_gpus
-def test_what_several_collectives_bring_is_sent_as_it_was_before_by_each() -> None:
+def test_several_collectives_on_a_converted_value() -> None:
     """XLA saw no conversion behind an all-to-all, and gathered twice as many bytes."""
     mesh = gpu_mesh("h100", (2, 4), ("x", "y"))
 
@@ -91,7 +93,7 @@ def test_what_several_collectives_bring_is_sent_as_it_was_before_by_each() -> No
 
 
 @compiles_for_gpus
-def test_what_others_read_as_it_was_converted_is_sent_as_it_was_before() -> None:
+def test_converted_values_with_further_readers() -> None:
     """XLA moved no conversion behind a gather that a sum reads too: twice as many bytes (a gradient of embeddings)."""
     mesh = gpu_mesh("h100", (2, 4), ("x", "y"))
 
@@ -107,7 +109,8 @@ def test_what_others_read_as_it_was_converted_is_sent_as_it_was_before() -> None
 
 
 @compiles_for_gpus
-def test_compiled_gathers_for_each_reader_send_what_it_was_before() -> None:
+def test_compiled_gathers_for_each_reader() -> None:
+    """XLA sends the type before the conversion."""
     mesh = gpu_mesh("h100", (8,), ("x",))
     plan = _for_each_reader(_planned(mesh, WAYS[0][0])[1])
     gathered = [sent.bytes for sent in plan.collectives if sent.kind == "all-gather"]
@@ -117,7 +120,8 @@ def test_compiled_gathers_for_each_reader_send_what_it_was_before() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("widen", [WAYS[0][0], WAYS[4][0]])
-def test_gathers_for_each_reader_change_nothing_that_is_computed(widen: Widen) -> None:
+def test_values_of_gathers_for_each_reader(widen: Widen) -> None:
+    """The values are those of the unplanned step."""
     mesh = mesh_of((8,))
     step, plan = _planned(mesh, widen)
     w, x = (jax.random.normal(jax.random.key(n), (64 * 64**n, 64)) / 8 for n in range(2))
@@ -125,7 +129,7 @@ def test_gathers_for_each_reader_change_nothing_that_is_computed(widen: Widen) -
     assert_equal_trees(run(_for_each_reader(plan), mesh, *arguments), step(*arguments), 1e-2)
 
 
-def test_what_is_summed_after_its_conversion_is_not_sent_as_it_was_before() -> None:
+def test_sums_of_converted_values() -> None:
     """The sum of parts that were converted does not fit the type that they had."""
 
     def step(x: jax.Array, w: jax.Array) -> jax.Array:

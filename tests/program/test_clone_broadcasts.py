@@ -1,4 +1,4 @@
-"""What is spread from something smaller: one reader may have it whole, and what is gathered is the smaller."""
+"""Clones of broadcasts: one reader may have the whole result, and the collective is on the small operand."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,8 @@ def test_xla_gathers_before_it_spreads():
     assert measure(lowered).communication_bytes == 7 / 8 * 4 * 64 * 256
 
 
-def test_each_reader_has_a_broadcast_of_its_own():
+def test_broadcast_with_several_readers():
+    """Each reader has a broadcast of its own."""
     program = trace_program(spread_step, shapes())
     assert [o.primitive.name for o in program.operations].count("div") == 2
     readers = [o for o in program.operations if o.primitive.name in {"add", "dot_general"}]
@@ -46,7 +47,8 @@ def test_each_reader_has_a_broadcast_of_its_own():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_spread_is_gathered_before_it_is_spread(compiled):
+def test_all_gather_of_a_broadcast(compiled):
+    """The operand is all-gathered before the broadcast."""
     mesh = jax.sharding.AbstractMesh((8,), ("x",))
     plan = shardplan.plan(spread_step, mesh, *shapes(), pins=PINS)
     gathered = 7 / 8 * 4 * 64 * 256

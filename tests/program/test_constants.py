@@ -1,4 +1,4 @@
-"""Products, sums and convolutions of constants alone: planned and computed like those of arguments."""
+"""Dots, sums and convolutions of constants alone: planned and computed as those of arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program asks for and is not installed: plans are made without it, compiling says what is missing."""
+"""Libraries that are not installed: plans are made without them, and compiling names what is missing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loss(q: Any, k: Any, v: Any) -> Any:
 @without_cudnn
 @pytest.mark.parametrize("fn", [attention, jax.grad(loss, (0, 1, 2))], ids=["forward", "gradient"])
 def test_attention_of_cudnn_is_planned(fn: Any) -> None:
-    """Its batches are split where they lie, without cuDNN."""
+    """Its batches keep their split, without cuDNN."""
     plan = shardplan.plan(fn, MESH, HEADS, HEADS, HEADS, pins={"*": P("x")})
     assert plan.communication_bytes == 0
     names = {operation.primitive.name for operation in plan.program.operations}
@@ -49,8 +49,8 @@ def test_attention_of_wide_heads_is_planned() -> None:
 
 
 @without_cudnn
-def test_compiling_attention_of_cudnn_says_what_is_missing() -> None:
-    """The operation, and what to install; what is not planned fails as ever."""
+def test_compiling_attention_without_cudnn() -> None:
+    """The error names the operation, and the package to install. Unplanned steps fail as before."""
     step = shardplan.auto(attention, mesh_of((8,)))
     with pytest.raises(ShardplanError, match=r"at test_missing_libraries\.py:\d+ \(attention\) .*nvidia-cudnn-cu12"):
         step.lower(HEADS, HEADS, HEADS)
@@ -68,16 +68,16 @@ UNREGISTERED = (
 
 
 @pytest.mark.filterwarnings("ignore:`ffi_call`")
-def test_calling_what_nobody_registered() -> None:
-    """Running it says which operation calls what, and where to register it."""
+def test_calling_an_unregistered_target() -> None:
+    """The error names the operation, its target, and where to register it."""
     with pytest.raises(ShardplanError, match=UNREGISTERED + r"\('of_nobody', \.\.\., platform='cpu'\)"):
         shardplan.auto(foreign, mesh_of((8,)))(jnp.ones((8, 8)))
 
 
 @compiles_for_gpus
 @pytest.mark.filterwarnings("ignore:`ffi_call`")
-def test_audit_of_what_nobody_registered() -> None:
-    """So does an audit, for the platform that it compiles for."""
+def test_audit_of_an_unregistered_target() -> None:
+    """The error names the platform that it compiles for."""
     plan = shardplan.plan(foreign, MESH, jax.ShapeDtypeStruct((8, 8), jnp.float32))
     with pytest.raises(ShardplanError, match=UNREGISTERED + r".*CUDA"):
         shardplan.audit(plan)

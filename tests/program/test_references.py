@@ -1,4 +1,4 @@
-"""References (`jax.new_ref`) as arguments and closed over: a planned step leaves in them what jit does."""
+"""References (`jax.new_ref`) as arguments and closed over: a planned step leaves the contents that jit does."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ SLOW = ("in a state", "in a scan", "a key")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in PROGRAMS])
-def test_references_hold_what_jit_leaves_in_them(name: str) -> None:
+def test_contents_of_references(name: str) -> None:
     """Results and contents are those of jit, call after call, by one plan."""
     fn, make = PROGRAMS[name]
     expected, found = make(jax.new_ref), make(jax.new_ref)
@@ -105,7 +105,7 @@ def test_references_hold_what_jit_leaves_in_them(name: str) -> None:
     assert len(step._planned) == 1
 
 
-def test_a_written_reference_lies_as_planned() -> None:
+def test_layout_of_a_written_reference() -> None:
     """It is in the plan's layout, in place, and counted once in the peak."""
     ref, mesh = jax.new_ref(X), mesh_of((8,))
     step = shardplan.auto(add, mesh, pins={"0": P("x")})
@@ -133,7 +133,7 @@ def test_references_on_explicit_axes(spec: P) -> None:
 
 
 def test_closed_over_references() -> None:
-    """What a step closes over is read at each call, and changed."""
+    """A closed-over reference is read at each call, and changed."""
     ref, mesh = jax.new_ref(X), mesh_of((8,))
     step = shardplan.auto(lambda x: add(ref, x), mesh)
     assert_equal_trees(step(X), 2 * X)
@@ -190,8 +190,8 @@ def test_lowered_with_a_reference_by_keyword() -> None:
 
 
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
-def test_a_closed_over_reference_on_devices_that_are_described() -> None:
-    """Only what is passed can be compiled for devices that are not there."""
+def test_a_closed_over_reference_on_compile_only_devices() -> None:
+    """Only arguments can be compiled for devices that are not here."""
     ref = jax.new_ref(X)
     plan = shardplan.plan(lambda x: add(ref, x), AbstractMesh((8,), ("x",)), X)
     with pytest.raises(ArgumentError, match=r"closes over a Ref to float32\[8, 8\].*pass it as an argument"):

@@ -1,4 +1,4 @@
-"""Stencils: slices of what was padded or put together are shifted reads, and halos are all that is sent."""
+"""Stencils: slices of padded or concatenated tensors are shifted reads, which send halos alone."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -44,7 +44,8 @@ def all_stencils(x: Any) -> list[Any]:
     return [stencil(jnp.cos(x)) for stencil in STENCILS.values()]
 
 
-def test_nothing_of_another_size_is_made() -> None:
+def test_sizes_of_values() -> None:
+    """All values have the size of the tensor."""
     program = trace_program(all_stencils, (X,))
     made = {program.values[result].shape for operation in program.operations for result in operation.results}
     assert {max(shape, default=0) for shape in made} == {0, 16}
@@ -65,7 +66,8 @@ def test_values() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", STENCILS)
-def test_any_layouts_give_what_the_whole_gives(name: str) -> None:
+def test_drawn_layouts(name: str) -> None:
+    """Any layouts give the values of the whole tensor."""
     mesh, stencil = mesh_of((2, 4)), lambda x: STENCILS[name](jnp.cos(x))
     plan = shardplan.plan(stencil, mesh, X, pins={"0": P("x", "y")})
     for seed in range(3):
@@ -84,7 +86,8 @@ def test_any_layouts_give_what_the_whole_gives(name: str) -> None:
         ("all but the edges", 2),
     ],
 )
-def test_neighbours_rows_are_sent_and_nothing_else(name: str, rows: int) -> None:
+def test_bytes_of_stencils(name: str, rows: int) -> None:
+    """The neighbours' rows are sent, and no other bytes."""
     mesh, shape = gpu_mesh("h100", (8,), ("x",)), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
     plan = shardplan.plan(STENCILS[name], mesh, shape, pins={"0": P("x")})
     assert plan.communication_bytes == rows * 512 * 4

@@ -117,7 +117,8 @@ def test_rematerialised_regions_stand_behind_a_barrier() -> None:
     assert "sin" in recomputed and "cos" in recomputed
 
 
-def test_rematerialised_regions_release_all_that_they_give_together() -> None:
+def test_results_of_rematerialised_regions() -> None:
+    """A barrier releases all results of a region together."""
     layer = jax.checkpoint(lambda x, w: jnp.sin(x @ w))
     gradients = jax.grad(lambda ws: layer(layer(layer(X, ws[0]), ws[1]), ws[2]).sum())
     program = trace_program(gradients, ([jnp.ones((X.shape[1],) * 2)] * 3,))
@@ -177,17 +178,20 @@ def test_sources_are_lines_of_the_users_code() -> None:
     assert "test_sources_are_lines" in program.operations[0].source
 
 
-def test_sources_inside_of_jaxs_own_functions_are_those_of_their_calls() -> None:
+def test_sources_inside_of_jaxs_own_functions() -> None:
+    """They are the sources of the calls."""
+
     def lookup(table: Any, ids: Any) -> Any:
         return jnp.take(table, ids, axis=0)
 
     program = trace_program(lookup, (jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32)))
     assert {operation.source.split(" ")[-1] for operation in program.operations} == {
-        "(test_sources_inside_of_jaxs_own_functions_are_those_of_their_calls.<locals>.lookup)"
+        "(test_sources_inside_of_jaxs_own_functions.<locals>.lookup)"
     }
 
 
-def test_closed_over_arrays_are_captured_where_they_are_used() -> None:
+def test_closed_over_arrays() -> None:
+    """They are captured if they are used."""
     weight, unused = jnp.ones((4, 4)), jnp.ones((8, 8))
     program = trace_program(lambda x: (unused + 1, jax.jit(lambda y: y @ weight)(x))[1], (X,))
     assert [array.shape for array in program.captured.values()] == [(4, 4)]
@@ -280,7 +284,8 @@ def test_ties(name: str) -> None:
 # ---- fingerprints
 
 
-def test_fingerprints_tell_programs_apart() -> None:
+def test_fingerprints_of_different_programs() -> None:
+    """They differ."""
     functions = (jnp.sin, jnp.cos, lambda x: jnp.sum(x, 0), lambda x: jnp.sum(x, 1), lambda x: x + x)
     prints = {trace_program(fn, (X,)).fingerprint() for fn in functions}
     assert len(prints) == len(functions)
@@ -305,11 +310,12 @@ def scanned(body: Any, times: int = 3) -> Any:
     [
         (lambda w: scanned(lambda x: w.astype(jnp.bfloat16)), 0),
         (lambda w: scanned(lambda _: scanned(lambda x: w.astype(jnp.bfloat16))), 0),
-        (lambda w: scanned(lambda x: w.astype(jnp.bfloat16) * w.sum()), 1),  # the scan reads it as it is besides
+        (lambda w: scanned(lambda x: w.astype(jnp.bfloat16) * w.sum()), 1),  # the scan also reads it unconverted
         (lambda w: scanned(lambda x: w.astype(jnp.complex64).real), 1),  # that would be held at twice the size
     ],
 )
-def test_what_a_scan_only_converts_goes_in_converted(fn: Any, region: int) -> None:
+def test_scan_constants_that_are_only_converted(fn: Any, region: int) -> None:
+    """They are converted before the scan."""
     program = trace_program(fn, (X,))
     (found,) = [
         operation
@@ -325,7 +331,9 @@ def test_what_a_scan_only_converts_goes_in_converted(fn: Any, region: int) -> No
 # ---- branches of platforms
 
 
-def test_sums_of_one_array_are_computed_once_and_products_as_written() -> None:
+def test_repeated_sums_and_products() -> None:
+    """Sums of one array are computed once, and products as written."""
+
     def step(x, keys):
         def body(carry, key):  # a sum of its own in each iteration, equal to none outside
             return carry + x.sum() * key + x.sum(), x.max()
@@ -340,12 +348,13 @@ def test_sums_of_one_array_are_computed_once_and_products_as_written() -> None:
     assert [names[1].count(name) for name in ("reduce_sum", "reduce_max")] == [1, 1]
 
 
-def test_of_branches_that_platforms_choose_the_one_that_runs_is_kept() -> None:
+def test_branches_by_platform() -> None:
+    """The branch of the platform replaces the choice."""
     square = S((8, 8), jnp.float32)
     program = trace_program(jnp.diag, (square,))  # one branch for TPUs, one for all others
     assert not {"cond", "platform_index"} & {operation.primitive.name for operation in program.operations}
-    apart = trace_program(lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), (square,))
-    assert [operation.primitive.name for operation in apart.operations][-1] == "cond"
+    by_platform = trace_program(lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), (square,))
+    assert [operation.primitive.name for operation in by_platform.operations][-1] == "cond"
 
 
 def _primitive(name: str, function: Any, platform: str | None = None) -> Any:
@@ -365,13 +374,16 @@ def test_an_operation_that_is_lowered_as_a_function_is_inlined() -> None:
     assert program.operations[-1].source.startswith("test_tracing.py")
 
 
-def test_an_operation_that_is_described_or_has_a_kernel_of_its_own_is_not_inlined() -> None:
+def test_lowered_functions_with_a_rule_or_a_kernel() -> None:
+    """A described operation, or one with a kernel on some platform, is not inlined."""
     described, kernel = (_primitive(f"sums_{n}", lambda x: jnp.sum(x, axis=1), p) for n, p in ((1, None), (2, "cuda")))
     shardplan.describe(described, "i j -> i")
     assert names(trace_program(lambda x: (described.bind(x), kernel.bind(x)), [X])) == ["sums_1", "sums_2"]
 
 
-def test_an_operation_whose_function_cannot_be_traced_stays_as_it_is() -> None:
+def test_lowered_functions_that_cannot_be_traced() -> None:
+    """The operation stays as it is."""
+
     def wrong(x: Any) -> Any:
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""How often loops run: read off, stated, or assumed and said; what is counted by it."""
+"""Trip counts of loops: read from bounds, stated, or assumed with a warning, and their effect on costs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def halving(x: Any) -> Any:
     ("name", "expected"),
     [("fori", {5}), ("while, counted", {4}), ("nested", {4, 8}), ("map", {4}), ("while", {1})],
 )
-def test_read_off(name: str, expected: set[int]) -> None:
+def test_counts_of_bounds(name: str, expected: set[int]) -> None:
     assert expected <= set(times(FORMS[name]))
     assert assumed(FORMS[name]) == (name == "while")
 
@@ -48,12 +48,14 @@ def test_bounds_that_are_arguments_are_unknown() -> None:
     assert assumed(lambda n, x: jax.lax.fori_loop(0, n, lambda i, v: v * 2, x), S((), jnp.int32), X)
 
 
-def test_unknown_loop_is_said() -> None:
+def test_unknown_loop() -> None:
+    """It causes a warning."""
     with pytest.warns(ShardplanWarning, match=r"halving.*counted once.*shardplan\.trip_count\(n\)"):
         shardplan.plan(halving, MESH, X)
 
 
-def test_scalar_loop_is_not_worth_a_word() -> None:
+def test_scalar_loop() -> None:
+    """It causes no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shardplan.plan(lambda x: x * halving(x[0, 0]), MESH, X)
@@ -97,7 +99,9 @@ def test_innermost_statement_counts() -> None:
     assert times(stating, X) == [20, 20]
 
 
-def test_read_off_goes_before_stated() -> None:
+def test_known_and_stated_count() -> None:
+    """The known one has precedence."""
+
     def stating(x: Any) -> Any:
         with shardplan.trip_count(100):
             return jax.lax.while_loop(lambda s: s[0] < 7, lambda s: (s[0] + 1, s[1] * 2), (0, x))
@@ -111,7 +115,9 @@ def test_bad_counts(count: Any) -> None:
         shardplan.trip_count(count)
 
 
-def test_stated_count_multiplies_what_is_sent() -> None:
+def test_bytes_with_a_stated_count() -> None:
+    """The count multiplies them."""
+
     def repeated(x: Any, w: Any, trips: int) -> Any:
         with shardplan.trip_count(trips):
             return jax.lax.while_loop(lambda v: v.sum() > 1, lambda v: jnp.tanh(v @ w), x)
@@ -139,7 +145,9 @@ def test_accumulated_gradients_are_reduced_once(name: str) -> None:
     assert reducing and all(c.times == 1 for c in reducing)
 
 
-def test_of_branches_the_one_that_sends_most_counts() -> None:
+def test_bytes_of_branches() -> None:
+    """The branch that sends most counts."""
+
     def branching(x: Any, w: Any) -> Any:
         return jax.lax.cond(
             x[0, 0] > 0, lambda a: jnp.tanh(a @ w) @ w, lambda a: jnp.sin(a).sum(1, keepdims=True) + a, x

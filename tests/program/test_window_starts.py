@@ -1,4 +1,4 @@
-"""Windows that begin inside a tensor read the shifted tensor from its first row on."""
+"""Windows that begin inside a tensor: they read the shifted tensor from its first row on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.program.tracing import trace_program
-from shardplan.program.window_starts import _extreme
+from shardplan.program.window_starts import extreme_element
 from tests.helpers.random_programs import assert_equal_trees, mesh_of, run
 
 Read = Callable[[Any, Any], Any]
@@ -118,7 +118,7 @@ def test_filling_of_every_type(name: str, dtype: Any) -> None:
     reducer = {"max": lax.max, "min": lax.min}[name]
     if dtype == jnp.bool_:
         reducer = {"max": lax.bitwise_or, "min": lax.bitwise_and}[name]
-    start = _extreme(jnp.dtype(dtype), name == "max")
+    start = extreme_element(jnp.dtype(dtype), name == "max")
     pool = lambda x: lax.reduce_window(x, start, reducer, (1, 2), (1, 1), [(0, 0), (-1, 2)])  # noqa: E731
     plan = shardplan.plan(pool, mesh_of((1,)), x)
     expected = lax.reduce_window(x[:, 1:], start, reducer, (1, 2), (1, 1), [(0, 0), (0, 2)])

@@ -1,4 +1,4 @@
-"""What the documents show is true: Python runs, commands exist, extras are declared, links lead somewhere."""
+"""The documents: their Python runs, commands exist, extras are declared, links have targets."""
 
 import os
 import re

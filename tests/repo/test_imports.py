@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("shardplan", "rules", "search", "models")
 
-# What the files of a folder may import beside the standard library. Names end where a dot may follow.
+# Allowed imports of the files of a folder, in addition to the standard library. Names end where a dot may follow.
 ALLOWED = {
     "rules": ("shardplan.rules", "jax", "jaxlib", "numpy"),
     "search": ("shardplan.search", "numpy", "ortools"),
@@ -104,7 +104,8 @@ def test_a_planted_violation_is_found(folder: str, line: str, reason: str):
     assert reason in found
 
 
-def test_what_is_allowed_passes():
+def test_allowed_imports():
+    """They pass."""
     assert not violations("rules", "_jax.py", "from jax.extend.core import Primitive\nimport jax.numpy as jnp")
     assert not violations("shardplan", "plan.py", "from shardplan.rules import derive\nfrom shardplan import search")
     assert not violations(
@@ -258,7 +259,7 @@ def test_imports_stand_at_the_top(package: str):
 
 
 def test_top_level_is_small():
-    """Packages are stages; what stands beside them is the public face and what all of them use."""
+    """Packages are stages. The other modules are the public face, and modules that all packages use."""
     assert len([name for name in MODULES["shardplan"] if name.count(".") == 1 and not _is_package(name)]) <= 14
 
 
@@ -267,8 +268,8 @@ def _is_package(name: str) -> bool:
 
 
 @pytest.mark.slow
-def test_importing_submodules_leaves_public_names():
-    """Whatever is imported, in whatever order, `shardplan.plan` and the other public names stay what they are."""
+def test_public_names_after_imports_of_submodules():
+    """`shardplan.plan` and the other public names stay the same after any imports, in any order."""
     script = (
         "import importlib, sys\n"
         "for name in sys.argv[1:]: importlib.import_module(name)\n"

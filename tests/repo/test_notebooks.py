@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, and is kept without outputs, which would go stale."""
+"""Notebooks: they run from the first cell to the last, and are kept without outputs, which would go stale."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The package as users get it: the wheel holds the linked folders, the type checker reads them, ruff is content."""
+"""The installed package: the wheel has the linked folders, the type checker reads them, ruff finds no fault."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The analysis on its own, from text to splits; the facts that follow from expressions; the cost of deriving."""
+"""The split analysis: from text to splits, the facts about expressions, and the time of deriving."""
 
 import time
 from typing import Any
@@ -73,7 +73,7 @@ SPLITS: list[tuple[str, list[Any], list[Any], int, dict[str, tuple[Slots, Slots]
     ("out[i] = Max(k) Sum(j) y[k, j, i]", [(6, 4, 3)], [(3,)], 2, {"k": ([0], ["max"])}),
     ("out[i] = (Sum(k) x[k, i]) * (Sum(k) y[k, i])", [(4, 3), (4, 3)], [(3,)], 2, {}),
     ("out[i] = Xor(k) x[k, i]", [(4, 3)], [(3,)], 2, {}),
-    # Opaque functions give their elements together; an operand that is read whole besides stays whole.
+    # Opaque functions give their elements together. An operand that is also read whole stays whole.
     ("out[b, i] = Opaque.sort(x[b, :])[i]", [(4, 6)], [(4, 6)], 2, {"b": ([0], [0])}),
     ("out[i, j] = x[i] * x[j]", [(4,)], [(4, 4)], 2, {"i": ([None], [0]), "j": ([None], [1])}),
     ("out[i] = x[i, i]", [(4, 4)], [(4,)], 2, {}),
@@ -165,7 +165,8 @@ def test_operations_are_counted(function: Any, shapes: list[Any], flops: int) ->
     assert rule_of(function, *[jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]).flops == flops
 
 
-def test_lookups_cost_no_more_than_what_they_move() -> None:
+def test_operations_of_lookups() -> None:
+    """They cost at most three operations per moved element."""
     table, ids = jax.ShapeDtypeStruct((50000, 64), np.float32), jax.ShapeDtypeStruct((128,), np.int32)
     rows = lambda t, i: jnp.take(t, i, axis=0, mode="clip")  # noqa: E731
     add = lambda t, i: t.at[i].add(1.0, mode="clip")  # noqa: E731

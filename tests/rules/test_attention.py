@@ -1,4 +1,4 @@
-"""Fused attention: the kernels need a GPU, so that plain implementations stand in for them in the proofs."""
+"""Fused attention: the kernels need a GPU, and plain implementations replace them in the proofs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every primitive that JAX lowers has a rule or a reason, and the document says the same."""
+"""Coverage: every primitive that JAX lowers has a rule or a reason, and the document agrees."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ _PRINT = (
 
 @pytest.fixture(scope="module")
 def printed() -> tuple[list[Row], str]:
-    """Rows and document as a fresh process makes them: other tests may have brought in more primitives."""
+    """Rows and document of a fresh process: other tests may import further primitives."""
     done = subprocess.run([sys.executable, "-c", _PRINT], capture_output=True, text=True, check=True)
     records, document = json.loads(done.stdout)
     return [Row(**record) for record in records], document
@@ -57,7 +57,8 @@ def test_nearly_all_of_them_split(rows: list[Row]) -> None:
     assert all(row.reason for row in rows if not row.splits)
 
 
-def test_what_is_set_apart_exists_and_has_no_rule() -> None:
+def test_primitives_without_a_rule() -> None:
+    """They exist in JAX, and are not in the table."""
     names = [name for group in without_rule.WITHOUT_RULE.values() for name in group]
     assert max(Counter(names).values()) == 1
     assert not set(names) & set(table.TABLE)

@@ -1,4 +1,4 @@
-"""Descriptions by users: what they give, and what is refused."""
+"""Users' descriptions: their rules, and the refused ones."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,7 +45,8 @@ def primitive() -> Iterator[Primitive]:
     forget(found)
 
 
-def test_unknown_primitive_says_how_to_describe_it(primitive: Primitive) -> None:
+def test_unknown_primitive(primitive: Primitive) -> None:
+    """The error tells how to describe it."""
     rule = rule_of(primitive.bind, ones(4, 6), ones(6, 8))
     assert not rule.known
     assert rule.splits(2) == ()
@@ -301,7 +302,9 @@ def test_foreign_function() -> None:
         ("(a b) k, k j -> (a b) j", {"a": 2, "b": 2}, {"a", "j"}),
     ],
 )
-def test_custom_partitioning_brings_its_rule(rule: str, options: dict[str, Any], expected: set[str]) -> None:
+def test_custom_partitioning(rule: str, options: dict[str, Any], expected: set[str]) -> None:
+    """It has a rule of its own."""
+
     @custom_partitioning
     def product(x: Any, y: Any) -> Any:
         return x @ y
@@ -315,7 +318,8 @@ def test_custom_partitioning_brings_its_rule(rule: str, options: dict[str, Any],
     holds(product, ones(4, 6), ones(6, 8))
 
 
-def test_what_has_a_rule_is_described_anew_only_if_asked_for() -> None:
+def test_second_description_of_a_known_primitive() -> None:
+    """It needs `replace=True`."""
     with pytest.raises(RuleError, match="has a rule of this library"):
         describe(jax.lax.dot_general_p, "i j, j k -> i k")
     doubled = describe(lambda a: a * 2, "i j -> i j")

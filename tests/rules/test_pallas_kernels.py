@@ -1,4 +1,4 @@
-"""Pallas kernels: what splits follows from the grid and the block index maps."""
+"""Pallas kernels: splits follow from the grid and the block index maps."""
 
 from functools import partial
 from typing import Any
@@ -118,7 +118,9 @@ def test_overlapping_windows_get_halos() -> None:
     assert (split.operands[0].dim, split.operands[0].halo) == (0, (1, 1))
 
 
-def test_pallas_kernel_with_scratch_is_not_taken_apart() -> None:
+def test_pallas_kernel_with_scratch() -> None:
+    """Its grid does not split."""
+
     def kernel(x_ref: Any, out_ref: Any, memory: Any) -> None:
         out_ref[...] = x_ref[...]
 

@@ -1,4 +1,4 @@
-"""Splits over blocks that do not divide: run whole, block by block, put together, compared; and no row too many."""
+"""Splits over blocks that do not divide: proven by execution, with no more rows than needed."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,4 @@
-"""A ``shard_map`` on the mesh of a plan: all mesh axes are manual, operands and results have the layouts of its
-specs."""
+"""A ``shard_map`` on the mesh of a plan: all axes are manual, operands and results have the layouts of its specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of rows in groups: every split of rows, groups and matrices, run with all kinds of group sizes."""
+"""Ragged dots: every split of rows, groups and matrices, run with all kinds of group sizes."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -89,7 +89,7 @@ def experts(rows: Any, weights: Any, sizes: Any) -> Any:
 
 
 def runner(plan: shardplan.Plan, mesh: Mesh) -> Any:
-    """The planned step, compiled once, for arguments that lie anywhere."""
+    """The planned step, compiled once, for arguments in any layout."""
     step = plan.jitted(mesh)
 
     def run(*args: Any) -> Any:
@@ -102,7 +102,8 @@ def runner(plan: shardplan.Plan, mesh: Mesh) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
-def test_any_layouts_give_what_one_device_gives_for_all_kinds_of_group_sizes(seed: int):
+def test_drawn_layouts_and_group_sizes(seed: int):
+    """Any layouts give the values of one device."""
     mesh, keys = mesh_of((2, 4)), jax.random.split(jax.random.key(0), 3)
     shapes = ((ROWS, INNER), (GROUPS, INNER, OUTER), (GROUPS, OUTER, INNER))
     rows, *weights = (jax.random.normal(key, shape) / 4 for key, shape in zip(keys, shapes, strict=True))
@@ -113,7 +114,8 @@ def test_any_layouts_give_what_one_device_gives_for_all_kinds_of_group_sizes(see
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_strategy_gives_what_one_device_gives(form: str, every: bool):
+def test_every_strategy_of_a_product(form: str, every: bool):
+    """Each strategy gives the values of one device."""
     function: Any
     mesh, (function, operands) = mesh_of((2, 4)), FORMS[form]
     keys = jax.random.split(jax.random.key(0))
@@ -127,8 +129,8 @@ def test_every_strategy_gives_what_one_device_gives(form: str, every: bool):
             assert_equal_trees(planned(*arrays, sizes), function(*arrays, sizes))
 
 
-def test_rows_are_split_where_their_matrices_are_small():
-    """Data parallelism: rows and what comes of them stay where they are, and the matrices' gradients are summed."""
+def test_small_matrices():
+    """Data parallelism: rows and their results stay on their device, and the matrices' gradients are summed."""
     rows = shaped(8 * 4096, INNER)
     weights = [shaped(GROUPS, INNER, OUTER), shaped(GROUPS, OUTER, INNER)]
     plan = shardplan.plan(experts, 8, rows, weights, SIZES)
@@ -140,7 +142,8 @@ def test_rows_are_split_where_their_matrices_are_small():
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_compiled_sends_what_was_planned(form: str):
+def test_compiled_bytes_of_a_product(form: str):
+    """XLA sends the planned bytes."""
     function, operands = FORMS[form]
     mesh: Mesh = gpu_mesh("h100", (2, 4), ("x", "y"))
     plan = shardplan.plan(function, mesh, *operands)
@@ -152,7 +155,8 @@ def test_what_is_compiled_sends_what_was_planned(form: str):
         assert measure(split.jitted(mesh).lower(*operands)).communication_bytes == pytest.approx(planned, rel=0.01)
 
 
-def test_the_gradient_of_matrices_has_copies_of_both_operands_for_all_groups():
+def test_memory_of_the_gradient_of_matrices():
+    """It has copies of both operands for all groups."""
     function = FORMS["gradient of the matrices"][0]
     narrow, wide = shaped(4096, 64), shaped(4096, 512)
     sizes = jax.ShapeDtypeStruct((GROUPS,), jnp.int32)
@@ -164,7 +168,9 @@ def test_the_gradient_of_matrices_has_copies_of_both_operands_for_all_groups():
 
 
 @pytest.mark.slow
-def test_gradients_go_through_matrices_that_are_made_from_nothing() -> None:
+def test_gradients_of_generated_matrices() -> None:
+    """Matrices without operands have gradients through them."""
+
     def step(x: Any, sizes: Any) -> Any:
         return jax.grad(lambda x: jnp.sum(jax.lax.ragged_dot(x, jnp.full((4, 64, 64), 0.5) * 1.0, sizes) ** 2))(x)
 

@@ -1,4 +1,4 @@
-"""One window of a tensor is read along a dimension that is split, wherever it lies."""
+"""Slices at one place along a split dimension, at every place."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -62,7 +62,8 @@ def test_a_window_of_two_dimensions_in_a_program_of_64_bits() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("spec", [P("y"), P(None, ("x", "y")), P(("x", "y"))], ids=str)
 @pytest.mark.parametrize("name", READS)
-def test_any_layouts_give_what_the_whole_gives(name: str, spec: P) -> None:
+def test_drawn_layouts(name: str, spec: P) -> None:
+    """Any layouts give the values of the whole tensor."""
     mesh, read = mesh_of((2, 4)), lambda x, k: READS[name](jnp.cos(x), k)
     plan = shardplan.plan(read, mesh, X, jnp.int32(0), pins={"0": spec})
     for seed, place in enumerate((-3, 15, 20)):
@@ -72,7 +73,8 @@ def test_any_layouts_give_what_the_whole_gives(name: str, spec: P) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("name", ["row", "row, filled", "row, clipped", "constant place"])
-def test_the_window_is_sent_and_nothing_else(name: str) -> None:
+def test_bytes_of_a_slice(name: str) -> None:
+    """The window is sent, and no other bytes."""
     mesh = gpu_mesh("h100", (2, 4), ("x", "y"))
     shapes = jax.ShapeDtypeStruct((64, 1024, 64), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     plan = shardplan.plan(READS[name], mesh, *shapes, pins={"0": P("x", "y")})

@@ -1,4 +1,4 @@
-"""One place of a tensor is updated, split along it or not, wherever the place is."""
+"""Updates at one place, along a split dimension or not, at every place."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -46,7 +46,8 @@ def test_values(name: str, spec: P) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["set", "slice"])
-def test_sizes_that_do_not_divide_in_layouts_that_nobody_would_choose(name: str) -> None:
+def test_uneven_sizes_in_drawn_layouts(name: str) -> None:
+    """Any layouts give the values of the unplanned step."""
     mesh, x, row = mesh_of((2, 4)), jnp.sin(jnp.arange(160.0)).reshape(16, 10), jnp.arange(10.0)
     step = lambda x, row, k: jnp.tanh(UPDATES[name](jnp.cos(x), row, k))  # noqa: E731
     plan = shardplan.plan(step, mesh, x, row, jnp.int32(0))
@@ -57,7 +58,7 @@ def test_sizes_that_do_not_divide_in_layouts_that_nobody_would_choose(name: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["add", "multiply"])
-def test_rows_that_are_split_are_written_where_each_of_them_belongs(update: str) -> None:
+def test_updates_of_split_rows(update: str) -> None:
     """The place says where the first of the rows goes; a device that has others must not write them there."""
     mesh, x, rows = mesh_of((2, 4)), jnp.cos(jnp.arange(128.0)).reshape(16, 8), jnp.sin(jnp.arange(64.0)).reshape(8, 8)
 
@@ -74,7 +75,8 @@ def test_rows_that_are_split_are_written_where_each_of_them_belongs(update: str)
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("spec", [P("x"), P("x", "y"), P(("x", "y"))], ids=str)
 @pytest.mark.parametrize("name", ["set", "add, clipped", "slice", "several rows"])
-def test_nothing_is_sent(name: str, spec: P) -> None:
+def test_bytes_of_an_update(name: str, spec: P) -> None:
+    """No bytes are sent."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1024), (1024,))]
     mesh, k = gpu_mesh("h100", (2, 4), ("x", "y")), jax.ShapeDtypeStruct((), jnp.int32)
     plan = shardplan.plan(UPDATES[name], mesh, *shapes, k, pins={"0": spec, "1": P()})

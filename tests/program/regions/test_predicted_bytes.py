@@ -1,4 +1,4 @@
-"""What plans predict of regions that are split by hand is what XLA compiles for the GPU target."""
+"""Bytes of regions that are split by hand: the planned ones are those that XLA compiles for the GPU target."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def experts(mesh: Mesh | AbstractMesh):
 @pytest.mark.parametrize("pins", [None, {"0": P(None, "x", "y")}, {"*": P("x")}], ids=str)
 @pytest.mark.parametrize("gradient", [False, True])
 def test_experts_over_one_axis_of_two(pins: dict[str, P] | None, gradient: bool) -> None:
-    """Predicted bytes are compiled bytes, whatever lies on the other axis before."""
+    """Predicted bytes are compiled bytes, for every layout on the other axis before."""
     step = experts(abstract((2, 4)))
     shapes = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32), jax.ShapeDtypeStruct((512, 64), jnp.float32)
     plan = shardplan.plan(jax.grad(step) if gradient else step, abstract((2, 4)), *shapes, pins=pins)
