@@ -131,7 +131,7 @@ def plan_together(programs: Mapping[str, tuple[Any, ...]], mesh: GivenMesh, **op
     try:
         plans = {part.name: _planned(part, pins[part.name]) for part in parts}
     except InfeasibleError:
-        plans = _around_the_largest(parts, shared)
+        plans = _plans_around_the_costliest(parts, shared)
     counts = {part.name: part.times for part in parts}
     return PlansTogether(plans, counts, bound)
 
@@ -205,7 +205,7 @@ def _planned(part: _Part, layouts: Mapping[str, PartitionSpec]) -> Plan:
     return AutoFunction(part.function.__wrapped__, part.function.mesh, options).plan(*part.args)
 
 
-def _around_the_largest(parts: list[_Part], shared: list[Any]) -> dict[str, Plan]:
+def _plans_around_the_costliest(parts: list[_Part], shared: list[Any]) -> dict[str, Plan]:
     """The plans with the layouts of the program that costs most, planned within its memory."""
     alone = {part.name: _planned(part, {}) for part in parts}
     leader = max(range(len(parts)), key=lambda n: parts[n].times * alone[parts[n].name].objective)

@@ -70,7 +70,7 @@ class _Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class _Carried:
+class _CompiledTensor:
     """A tensor of a compiled collective, its bytes per step, and the metadata paths of its operations."""
 
     found: CompiledCollective
@@ -83,7 +83,7 @@ class _Carried:
         return operation_of(self.paths[0]) if self.paths else None
 
 
-class _Open:
+class _Unattributed:
     """The planned collectives without a compiled one, per kind and mesh axes, in the order of the plan."""
 
     def __init__(self, planned: Iterable[PlannedCollective], mesh_axes: Mapping[str, int]) -> None:
@@ -92,7 +92,7 @@ class _Open:
             entry = _Planned(operation_of(plan.operation), plan.source, plan.bytes * plan.times)
             self._found.setdefault((plan.kind, axes_in_order(plan, mesh_axes)), []).append(entry)
 
-    def by_path(self, carried: _Carried) -> list[_Planned]:
+    def by_path(self, carried: _CompiledTensor) -> list[_Planned]:
         """The collective of the first operation on the tensor's paths that has its size."""
         here = self._of_same_kind(carried)
         for path in carried.paths:
@@ -101,13 +101,13 @@ class _Open:
                     return self._take(carried, [entry])
         return []
 
-    def by_size(self, carried: _Carried) -> list[_Planned]:
+    def by_size(self, carried: _CompiledTensor) -> list[_Planned]:
         """The collective of its size whose operation is the nearest in the order of the program."""
         here = self._of_same_kind(carried)
         nearest = carried.nearest or 0
         return self._take(carried, sorted(here, key=lambda entry: abs((entry.operation or 0) - nearest))[:1])
 
-    def by_sum(self, carried: _Carried) -> list[_Planned]:
+    def by_sum(self, carried: _CompiledTensor) -> list[_Planned]:
         """Collectives of one source line, that of the nearest operation among them, whose sizes add up to its own."""
         here = self._found.get((carried.found.kind, carried.axes), [])
         first = next((entry for entry in here if entry.operation == carried.nearest), None)
@@ -115,18 +115,22 @@ class _Open:
             return []
         taken, total = [first], first.size
         for entry in here:
-            if entry.source == first.source and entry is not first and total + entry.size <= carried.size * _MORE:
+            if (
+                entry.source == first.source
+                and entry is not first
+                and total + entry.size <= carried.size * _SIZE_TOLERANCE
+            ):
                 taken.append(entry)
                 total += entry.size
         return self._take(carried, taken) if _same(total, carried.size) else []
 
-    def by_parts(self, carried: _Carried) -> list[_Planned]:
+    def by_parts(self, carried: _CompiledTensor) -> list[_Planned]:
         """Collectives of the operations on the tensor's paths, the nearest first, whose sizes add up to its own."""
         here = self._found.get((carried.found.kind, carried.axes), [])
         taken, total = list[_Planned](), 0.0
         for operation in dict.fromkeys(map(operation_of, carried.paths)):
             for entry in here:
-                if entry.operation == operation and total + entry.size <= carried.size * _MORE:
+                if entry.operation == operation and total + entry.size <= carried.size * _SIZE_TOLERANCE:
                     taken.append(entry)
                     total += entry.size
         return self._take(carried, taken) if taken and _same(total, carried.size) else []
@@ -136,18 +140,18 @@ class _Open:
         here = self._found.get((kind, axes), [])
         return here if _same(sum(entry.size for entry in here), size) else []
 
-    def _of_same_kind(self, carried: _Carried) -> list[_Planned]:
+    def _of_same_kind(self, carried: _CompiledTensor) -> list[_Planned]:
         here = self._found.get((carried.found.kind, carried.axes), ())
         return [entry for entry in here if _same(entry.size, carried.size)]
 
-    def _take(self, carried: _Carried, entries: list[_Planned]) -> list[_Planned]:
+    def _take(self, carried: _CompiledTensor, entries: list[_Planned]) -> list[_Planned]:
         here = self._found.get((carried.found.kind, carried.axes), [])
         for entry in entries:
             here.remove(entry)
         return entries
 
 
-_MORE = 1 + _SAME_SIZE
+_SIZE_TOLERANCE = 1 + _SAME_SIZE
 
 
 def _same(planned: float, compiled: float) -> bool:
@@ -168,17 +172,22 @@ def attribute(
 
     for plan in planned:
         add(operation_of(plan.operation), plan.operation, plan.source, plan.bytes * plan.times, 0)
-    still = _Open(planned, mesh_axes)
-    left = [_Carried(one, one.axes(mesh_axes), paths, size) for one in compiled for paths, size in origins(one) if size]
+    still = _Unattributed(planned, mesh_axes)
+    left = [
+        _CompiledTensor(one, one.axes(mesh_axes), paths, size)
+        for one in compiled
+        for paths, size in origins(one)
+        if size
+    ]
 
-    def explain(carried: _Carried, entries: Sequence[_Planned]) -> None:
+    def explain(carried: _CompiledTensor, entries: Sequence[_Planned]) -> None:
         scale = carried.size / sum(entry.size for entry in entries)
         for entry in entries:
             add(entry.operation, "", entry.source, 0, entry.size * scale)
 
     for search in (still.by_path, still.by_size, still.by_sum):
         left = _unexplained(left, search, explain)
-    together: dict[tuple[str, Axes], list[_Carried]] = {}
+    together: dict[tuple[str, Axes], list[_CompiledTensor]] = {}
     for carried in left:
         together.setdefault((carried.found.kind, carried.axes), []).append(carried)
     for (kind, axes), group in together.items():
@@ -196,10 +205,10 @@ def attribute(
 
 
 def _unexplained(
-    left: Iterable[_Carried],
-    search: Callable[[_Carried], list[_Planned]],
-    explain: Callable[[_Carried, Sequence[_Planned]], None],
-) -> list[_Carried]:
+    left: Iterable[_CompiledTensor],
+    search: Callable[[_CompiledTensor], list[_Planned]],
+    explain: Callable[[_CompiledTensor, Sequence[_Planned]], None],
+) -> list[_CompiledTensor]:
     """The tensors for which a search finds no planned collective. The function explains the others by its results."""
     unexplained = []
     for carried in left:

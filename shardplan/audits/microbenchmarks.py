@@ -27,15 +27,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardplan.layout.collectives import CollectiveKind
 
 # A further split is measured while it saves this part of the time.
-_WORTHWHILE = 0.05
+_MIN_SAVING = 0.05
 # The timings of a point. Their minimum has the least noise of other work on the machine.
 _REPEATS = 7
 # About the longest run: 4096 rows of a large product take minutes on emulated devices.
-_MOST_SECONDS = 0.1
+_MAX_SECONDS = 0.1
 
 # In longer programs the start time is negligible. For shorter ones, the difference of so many repetitions is measured.
 _LONG_SECONDS = 5e-3
-_MORE = 16
+_REPETITIONS = 16
 
 Run = Callable[[], Any]
 Repeated = Callable[[int], Run]
@@ -76,7 +76,7 @@ def measure_curve(
     while True:
         found[size] = timed(make(size), size)
         half = size // 2 // unit * unit
-        enough = len(found) > 2 and found[size] > (1 - _WORTHWHILE) * found[_above(found, size)]
+        enough = len(found) > 2 and found[size] > (1 - _MIN_SAVING) * found[_above(found, size)]
         if enough or half < 8 * unit:
             break
         size = half
@@ -96,8 +96,8 @@ def _affordable(
     size = least
     while True:
         once = clock(make(size), size) if clock else least_seconds(make(size)(1), repeats=1)
-        if once > _MOST_SECONDS / 100:
-            return max(least, min(largest, int(size * _MOST_SECONDS / once)))
+        if once > _MAX_SECONDS / 100:
+            return max(least, min(largest, int(size * _MAX_SECONDS / once)))
         if size == largest:
             return largest
         size = min(largest, 16 * size)
@@ -111,7 +111,7 @@ def seconds_of_one(repeated: Repeated) -> float:
     once = least_seconds(repeated(1))
     if once >= _LONG_SECONDS:
         return once
-    return max((least_seconds(repeated(1 + _MORE)) - once) / _MORE, 1e-9)
+    return max((least_seconds(repeated(1 + _REPETITIONS)) - once) / _REPETITIONS, 1e-9)
 
 
 def least_seconds(run: Run, repeats: int = _REPEATS) -> float:

@@ -30,7 +30,7 @@ from shardplan.plans.plan_data import PlanData
 _LESS_MEMORY = 0.9
 
 # The largest relative difference of compiled bytes (or seconds), and of prediction errors, of equally good plans.
-_TIED = 1e-3
+_TIE_SHARE = 1e-3
 
 # The factor by which a limit is lowered in addition to the excess of a compiled peak.
 _MARGIN = 0.995
@@ -50,7 +50,7 @@ def refined(make: Callable[[Options], PlanData], options: Options) -> PlanData:
     compared = _Compared(make, target, limit)
     first = make(replace(options, refine=1))
     compared.add("as asked", first)
-    ways = _ways(options, first)
+    ways = _variants(options, first)
     while len(compared.rows) < options.refine:
         way = compared.tighter(options) or next(ways, None)
         if way is None:
@@ -118,12 +118,14 @@ class _Compared:
 def _first_of_best(plans: list[tuple[PlanData, dict[str, Any]]], measure: str) -> tuple[PlanData, dict[str, Any]]:
     """Of the plans with about the least compiled bytes, the first of those with about the smallest prediction error."""
     least = min(row[measure] for _, row in plans)
-    tied = [one for one in plans if one[1][measure] <= (1 + _TIED) * least]
+    tied = [one for one in plans if one[1][measure] <= (1 + _TIE_SHARE) * least]
     off = [abs(row["predicted_bytes"] - row["compiled_bytes"]) for _, row in tied]
-    return next(one for one, by in zip(tied, off, strict=True) if by <= min(off) + _TIED * one[1]["compiled_bytes"])
+    return next(
+        one for one, by in zip(tied, off, strict=True) if by <= min(off) + _TIE_SHARE * one[1]["compiled_bytes"]
+    )
 
 
-def _ways(options: Options, first: PlanData) -> Iterator[tuple[str, Options]]:
+def _variants(options: Options, first: PlanData) -> Iterator[tuple[str, Options]]:
     """Names and options of the further variants, the simplest first."""
     less = _LESS_MEMORY * min(first.peak_bytes, options.memory_limit or first.peak_bytes)
     others = [name for name in OBJECTIVES if name != options.objective]

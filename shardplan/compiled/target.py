@@ -40,7 +40,7 @@ COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_rad
 the same without Triton. CUB's radix sort, for long sorts, asks a CUDA device for the size of its buffers. XLA's own
 sort needs none. Other backends ignore the options."""
 
-_MOST_KERNEL_BYTES = 64_000_000
+_MAX_KERNEL_BYTES = 64_000_000
 """The largest file of kernels. A larger one is replaced, since every compilation reads all of it."""
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -140,7 +140,7 @@ def compile_for(
 def _kernels_of(process: int) -> str:
     """The file of kernels of this process, not too large."""
     path = Path(_folder(process), "kernels")
-    if path.exists() and path.stat().st_size > _MOST_KERNEL_BYTES:
+    if path.exists() and path.stat().st_size > _MAX_KERNEL_BYTES:
         path.unlink(missing_ok=True)
     return str(path)
 
@@ -160,7 +160,7 @@ def _topology(target: str, count: int, hosts: int) -> topologies.TopologyDescrip
     plugins = _cuda_plugins()
     if not plugins:
         raise TargetNotInstalledError(_missing("JAX's CUDA plugin is not installed"))
-    with _no_driver_needed():
+    with _skip_cuda_check():
         try:
             return _describe(facts, count, hosts)
         except NotImplementedError:
@@ -191,7 +191,7 @@ def _cuda_plugins() -> list[str]:
 
 
 @contextmanager
-def _no_driver_needed() -> Iterator[None]:
+def _skip_cuda_check() -> Iterator[None]:
     """Skips the check of JAX's plugin for CUDA libraries, which a compilation does not use."""
     before = os.environ.get(_SKIP_CHECK)
     os.environ[_SKIP_CHECK] = "1"

@@ -19,7 +19,7 @@ over all layouts of the tensor, without fixed recipes. Costs are ring costs: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
@@ -53,7 +53,6 @@ class Transitions:
         self.step_penalty = _STEP_PENALTY * prices.per_byte(space.mesh.splitting) if space.mesh.splitting else 0.0
         self.reductions = Reductions(self)
         self._solved: dict[Domain, tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]] = {}
-        self._gathered: dict[Domain, np.ndarray] = {}
 
     def table(self, domain: Domain, targets: tuple[Layout, ...], total_bytes: int) -> np.ndarray:
         """float [layouts of the domain, targets]: the price of each transition of a tensor of so many bytes."""
@@ -99,44 +98,6 @@ class Transitions:
         for node in np.unique(first[first != start]).tolist():
             sliced[node] = steps[start, node].kind == CollectiveKind.SLICE
         return sliced[first]
-
-    def last_gathered_dimension(self, domain: Domain) -> np.ndarray:
-        """int [layouts of the domain, layouts]: the dimension of the all-gather at the end of the cheapest transition.
-
-        It is -1 if the transition ends otherwise, or begins with a reduction.
-        """
-        if domain not in self._gathered:
-            self._gathered[domain] = found = np.full((len(domain), len(domain)), -1)
-            whole = domain.whole or domain
-            _, previous, steps = self._solve(whole)
-            for (before, target), step in steps.items():
-                if step.kind == CollectiveKind.ALL_GATHER:
-                    [dim] = [n for n, axes in enumerate(whole.layouts[before]) if axes != step.layout[n]]
-                    found[: len(whole), target][previous[:, target] == before] = dim
-            np.fill_diagonal(found, -1)
-        return self._gathered[domain]
-
-    def exchanged(self, domain: Domain, behind: Callable[[Layout, Layout], bool]) -> np.ndarray:
-        """float [layouts of the domain, layouts]: the largest operand of an all-to-all on the cheapest transition, as a
-        share of the whole tensor.
-
-        Only all-to-alls between two layouts count for which ``behind`` is true. The share is 0 without any, and where
-        the transition begins with a reduction.
-        """
-        whole, found = domain.whole or domain, np.zeros((len(domain), len(domain)))
-        _, previous, steps = self._solve(whole)
-        shares, sent = np.zeros((2, len(whole), len(whole)))
-        for (before, target), step in steps.items():
-            if step.kind == CollectiveKind.ALL_TO_ALL and behind(whole.layouts[before], step.layout):
-                shares[before, target] = 1.0 / whole.degrees[before]
-        nodes = np.arange(len(whole))
-        sources, passed = np.broadcast_arrays(nodes[:, None], nodes)
-        while shares.any() and (passed != sources).any():  # back along all paths at once
-            before = previous[sources, passed]
-            sent = np.maximum(sent, shares[before, passed])
-            passed = before
-        found[: len(whole), : len(whole)] = sent
-        return found
 
     def _solve(self, domain: Domain) -> tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]:
         if domain in self._solved:

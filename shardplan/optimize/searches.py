@@ -1,4 +1,4 @@
-"""How the best schedule of each objective is searched."""
+"""The search of the best schedule, by objective."""
 
 from __future__ import annotations
 
@@ -12,4 +12,5 @@ from shardplan.optimize.step_time_objective import search_shortest_step
 SEARCHES: Mapping[str, Callable[..., FoundSchedule]] = MappingProxyType(
     {"bytes": search_with_repeated_work, "time": search_shortest_step}
 )
-"""By the name of the objective: of a problem, what a search may take, and a function that prices the problem again."""
+"""The search by the name of the objective. Its arguments are a problem, the limits of the search, and a function that
+prices the problem again."""

@@ -40,7 +40,9 @@ def put(leaf: Any, sharding: Any) -> Any:
 
 
 @contextmanager
-def referred(leaves: Sequence[Any], shardings: Sequence[NamedSharding], refs: Collection[int]) -> Iterator[list[Any]]:
+def place_references(
+    leaves: Sequence[Any], shardings: Sequence[NamedSharding], refs: Collection[int]
+) -> Iterator[list[Any]]:
     """All leaves in their planned layouts, with references (``refs``, by position) to placed arrays.
 
     At the end the caller's references get the arrays of these, in the layout of their types where they have one."""

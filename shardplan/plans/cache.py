@@ -44,9 +44,9 @@ Entry = TypeVar("Entry")
 VARIABLE = "SHARDPLAN_CACHE_DIR"
 """The environment variable of the folder. Empty, it turns the cache off."""
 
-_MOST_ENTRIES = 1000
+_MAX_ENTRIES = 1000
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_complained: set[Path] = set()
+_warned_folders: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class Cache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._complain(f"cannot be read ({error.strerror})")
+            self._warn_once(f"cannot be read ({error.strerror})")
             return None
         except (ValueError, KeyError, TypeError, RecursionError):
             pass
         if content is not None:
             with suppress(MalformedError, RecursionError):
                 return understood(content)
-        self._complain(f"holds `{path.name}`, which is torn or was changed: it is planned again")
+        self._warn_once(f"holds `{path.name}`, which is torn or was changed: it is planned again")
         return None
 
     def write(self, key: str, content: Mapping[str, Any]) -> None:
@@ -86,21 +86,21 @@ class Cache:
                 json.dump(document, file)
             self._drop_oldest()
         except OSError as error:
-            self._complain(f"cannot be written ({error.strerror}): plans are not kept")
+            self._warn_once(f"cannot be written ({error.strerror}): plans are not kept")
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
 
     def _drop_oldest(self) -> None:
         entries = list(self.folder.glob("*.json"))
-        if len(entries) > _MOST_ENTRIES:
+        if len(entries) > _MAX_ENTRIES:
             by_age = sorted((entry.stat().st_mtime, entry) for entry in entries)
-            for _, entry in by_age[: len(entries) - _MOST_ENTRIES]:
+            for _, entry in by_age[: len(entries) - _MAX_ENTRIES]:
                 entry.unlink(missing_ok=True)
 
-    def _complain(self, what: str) -> None:
-        if self.folder not in _complained:
-            _complained.add(self.folder)
+    def _warn_once(self, what: str) -> None:
+        if self.folder not in _warned_folders:
+            _warned_folders.add(self.folder)
             warn(f"the cache of plans in `{self.folder}` {what}. Set {VARIABLE} to another folder, or empty for none.")
 
 

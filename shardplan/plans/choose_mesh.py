@@ -40,8 +40,8 @@ from shardplan.program.program import Program
 from shardplan.search import solve
 
 # The gap and the share of the time at which the first search of each of several meshes ends.
-_NEAR = 0.02
-_SHARE = 0.2
+_FIRST_GAP = 0.02
+_FIRST_TIME_SHARE = 0.2
 
 
 def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_seconds: float = 0.0) -> PlanData:
@@ -59,7 +59,7 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
         plan = replace(plan, statistics={**plan.statistics, "cached": True, "seconds": spent})
     else:
         plan = plan_program(program, meshes[0], options) if len(meshes) == 1 else _best(program, meshes, options)
-        plan = verified(plan, options, partial(_again, program, plan.mesh))
+        plan = verified(plan, options, partial(_plan_with_excess, program, plan.mesh))
         plan = with_reports(plan, program, options)
         on_operations = on_layouts = True
     said = (
@@ -96,7 +96,9 @@ def _with_hosts(mesh: GivenMesh, options: Options) -> Options:
     return replace(options, hardware=replace(profile, axes={**links, **profile.axes}))
 
 
-def _again(program: Program, mesh: Mesh | AbstractMesh, options: Options, excess: Mapping[int, float]) -> PlanData:
+def _plan_with_excess(
+    program: Program, mesh: Mesh | AbstractMesh, options: Options, excess: Mapping[int, float]
+) -> PlanData:
     """Plans the program once more over one mesh, with excess bytes per operation."""
     return plan_program(program, mesh, options, excess=excess)
 
@@ -112,8 +114,8 @@ class _Candidate:
 
 def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options) -> PlanData:
     """The best plan of all meshes. Raises InfeasibleError if no mesh has one."""
-    allowed = _SHARE * options.time_limit / len(meshes)
-    candidates = sorted((_first_look(program, mesh, options, allowed) for mesh in meshes), key=lambda c: c.cost)
+    allowed = _FIRST_TIME_SHARE * options.time_limit / len(meshes)
+    candidates = sorted((_first_search(program, mesh, options, allowed) for mesh in meshes), key=lambda c: c.cost)
     best: PlanData | None = None
     failure: InfeasibleError | None = None
     rows = []
@@ -137,10 +139,10 @@ def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options)
     return replace(best, statistics={**best.statistics, "meshes": rows})
 
 
-def _first_look(program: Program, mesh: Mesh | AbstractMesh, options: Options, seconds: float) -> _Candidate:
+def _first_search(program: Program, mesh: Mesh | AbstractMesh, options: Options, seconds: float) -> _Candidate:
     started = time.perf_counter()
     problem = build_problem(program, mesh, options)
-    found = solve(problem.network, gap=_NEAR, time_limit=seconds)
+    found = solve(problem.network, gap=_FIRST_GAP, time_limit=seconds)
     if found.status == "infeasible":
         return _Candidate(mesh, problem, np.inf, np.inf, time.perf_counter() - started)
     bound = float(min(found.lower_bound, found.cost))

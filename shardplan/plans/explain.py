@@ -18,10 +18,10 @@ from shardplan.problem.strategy import Strategy
 from shardplan.program.program import Constant, Operation, operand_type
 from shardplan.timing.step_time import memory_traffic
 
-_SUBJECTS = 6
+_MAX_SUBJECTS = 6
 """The most arguments or operations of one explanation. It names the others."""
 
-_LINES = 12
+_MAX_LINES = 12
 """The most readers, collectives and alternatives of each."""
 
 
@@ -38,13 +38,13 @@ def explain_plan(plan: PlanData, pattern: str, time_limit: float) -> str:
             f"`{pattern}` matches no argument and no operation: give a path ({listed}), an operation such as `op12`, "
             "or a source line such as `model.py:31*`"
         )
-    explainer = _Explainer(plan, time_limit / min(count, _SUBJECTS))
-    texts = [explainer.argument(index) for index in arguments[:_SUBJECTS]]
-    texts += [explainer.operation(operation) for operation in operations[:_SUBJECTS]]
-    if count > _SUBJECTS:
-        rest = [program.values[i].name or "" for i in arguments[_SUBJECTS:]]
-        rest += [o.scope for o in operations[_SUBJECTS:]]
-        texts.append(f"and {len(rest)} more: {', '.join(rest[:_LINES])}{', ...' if len(rest) > _LINES else ''}")
+    explainer = _Explainer(plan, time_limit / min(count, _MAX_SUBJECTS))
+    texts = [explainer.argument(index) for index in arguments[:_MAX_SUBJECTS]]
+    texts += [explainer.operation(operation) for operation in operations[:_MAX_SUBJECTS]]
+    if count > _MAX_SUBJECTS:
+        rest = [program.values[i].name or "" for i in arguments[_MAX_SUBJECTS:]]
+        rest += [o.scope for o in operations[_MAX_SUBJECTS:]]
+        texts.append(f"and {len(rest)} more: {', '.join(rest[:_MAX_LINES])}{', ...' if len(rest) > _MAX_LINES else ''}")
     return "\n\n".join(texts)
 
 
@@ -233,6 +233,9 @@ def _collective(collective: PlannedCollective) -> str:
 def _paragraph(title: str, entries: Sequence[tuple[str, Sequence[str]]]) -> str:
     lines = [title]
     for name, texts in entries:
-        shown = [*texts[:_LINES], *([f"and {len(texts) - _LINES} more"] if len(texts) > _LINES else [])] or ["none"]
+        shown = [
+            *texts[:_MAX_LINES],
+            *([f"and {len(texts) - _MAX_LINES} more"] if len(texts) > _MAX_LINES else []),
+        ] or ["none"]
         lines += [f"  {name if number == 0 else '':14}{text}" for number, text in enumerate(shown)]
     return "\n".join(lines)

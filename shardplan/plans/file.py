@@ -37,7 +37,7 @@ from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollecti
 if TYPE_CHECKING:
     from os import PathLike
 
-_MOST_DEVICES = 2**31
+_MAX_DEVICES = 2**31
 
 Positions = int | tuple[int, ...] | None
 """Positions of arguments in files."""
@@ -191,7 +191,7 @@ def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path
     entries: PlanEntries = read(PlanEntries, document, "plan")
     axes, figures = dict(entries["mesh"]), entries["figures"]
     check(len(axes) == len(entries["mesh"]) > 0, "plan.mesh", document["mesh"], "a list of axes of different names")
-    check(all(0 < n < _MOST_DEVICES for n in axes.values()), "plan.mesh", axes, "a number of devices for each axis")
+    check(all(0 < n < _MAX_DEVICES for n in axes.values()), "plan.mesh", axes, "a number of devices for each axis")
     if mesh is None:
         mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     given = mesh_axes(mesh)

@@ -24,7 +24,7 @@ from shardplan.errors import ArgumentError
 from shardplan.plans.plan_data import PlanData, PlannedArgument
 from shardplan.program.call_arguments import Call
 
-_LISTED = 8
+_MAX_LISTED = 8
 
 
 def matched(state: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -71,8 +71,8 @@ def layouts_like(reference: PlanData, call: Call, mesh: Any) -> dict[str, Partit
         rows = [f"`{path}` is {given[path]}, and `{place}` is {types[place]} there" for path, place in other.items()]
         rows = rows or [f"`{path}` is {kind}" for path, kind in given.items()]
         rows += [f"the state has `{path}`, {kind}" for path, kind in types.items()] if not other else []
-        more = f"\n  and {len(rows) - _LISTED} more" if len(rows) > _LISTED else ""
-        listed = "\n  ".join(rows[:_LISTED])
+        more = f"\n  and {len(rows) - _MAX_LISTED} more" if len(rows) > _MAX_LISTED else ""
+        listed = "\n  ".join(rows[:_MAX_LISTED])
         raise ArgumentError(f"the state of `like` is not that of these arguments:\n  {listed}{more}")
     return {path: state[place].spec for path, place in found.items()}
 

@@ -5,7 +5,7 @@ them again and again, and frees nothing. That takes a quarter of the planning ti
 is off meanwhile. Afterwards the new objects are in its oldest generation, without an immediate traversal.
 
 >>> import gc
->>> with uncollected():
+>>> with paused_gc():
 ...     made = [[] for _ in range(100_000)]
 ...     gc.isenabled()
 False
@@ -19,11 +19,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["uncollected"]
+__all__ = ["paused_gc"]
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def paused_gc() -> Iterator[None]:
     """Switches the collector of cycles off, and on again if it was on. Reference counting goes on.
 
     Frozen objects stay frozen."""

@@ -20,11 +20,11 @@ from shardplan.plans.explicit_types import typed_results, without_types
 from shardplan.plans.jit_options import pins_of, specs_of
 from shardplan.plans.like import as_pins
 from shardplan.plans.mesh_profile import profile_of
-from shardplan.plans.pause_gc import uncollected
+from shardplan.plans.pause_gc import paused_gc
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.processes import group_of, one_plan
 from shardplan.plans.report import plan_line
-from shardplan.plans.result_layouts import Specs, settled, traced_with
+from shardplan.plans.result_layouts import Specs, pin_results, trace_with_layouts
 from shardplan.problem.hard_layouts import with_explicit
 from shardplan.program.call_arguments import Call, Calls, name_of
 from shardplan.program.program import Program
@@ -43,7 +43,7 @@ def plan_call(call: Call, mesh: GivenMesh, options: Options, typed: bool, refine
     started = time.perf_counter()
     if options.verify is None:
         options = replace(options, verify=_runs_on_gpus(mesh) and group_of(mesh) is None)
-    with uncollected(), show_progress(call.name):
+    with paused_gc(), show_progress(call.name):
         found = _traced_plan(call, mesh, options, typed, refined)
     log_planning(plan_line(found), time.perf_counter() - started, found.statistics["cached"])
     return found
@@ -126,7 +126,7 @@ def _trace(call: Call, options: Options, mesh: GivenMesh | NoMesh = NO_MESH) -> 
 
     layouts = wanted if typed is not None or given is not None else None
     try:
-        traced, found = traced_with(call.fn, args, kwargs, layouts)
+        traced, found = trace_with_layouts(call.fn, args, kwargs, layouts)
     except ValueError as error:
         if "Ref sharding" in str(error):  # references of arguments have no sharding in a trace
             raise CallError(
@@ -134,7 +134,7 @@ def _trace(call: Call, options: Options, mesh: GivenMesh | NoMesh = NO_MESH) -> 
             ) from error
         if "of type Auto" not in str(error) or not isinstance(mesh, (Mesh, AbstractMesh)):
             raise
-        traced, found = traced_with(without_types(call, mesh), args, kwargs, layouts)
-    program, pins = settled(traced, found, options.pins)
+        traced, found = trace_with_layouts(without_types(call, mesh), args, kwargs, layouts)
+    program, pins = pin_results(traced, found, options.pins)
     resolved = replace(options, pins=pins, results=found or None, in_shardings=None, out_shardings=None, like=None)
     return replace(program, name=call.name), resolved

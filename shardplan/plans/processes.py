@@ -45,13 +45,13 @@ VARIABLE = "SHARDPLAN_PROCESS_TIMEOUT"
 
 PATIENCE = 600.0
 
-_SLICE = 1.0
+_POLL_SECONDS = 1.0
 """Seconds of one wait. Between two waits Python handles Ctrl-C."""
 
-_SHOWN = 3
+_MAX_DIFFERENCES = 3
 """The most differences in an error."""
 
-_SEARCHES = 4
+_SEARCHES_PER_PLAN = 4
 """The time limits of a search in the wait for a plan, with its refinements and its memory."""
 
 _meetings: Counter[tuple[int, ...]] = Counter()
@@ -139,7 +139,7 @@ class Group:
     def _receive(self, key: str, sender: int, seconds: float) -> Any:
         end = time.monotonic() + seconds
         while True:
-            left = min(_SLICE, end - time.monotonic())
+            left = min(_POLL_SECONDS, end - time.monotonic())
             if left <= 0:
                 raise ProcessesError(
                     f"process {self.own} has waited {seconds:.0f} s for process {sender}, which has not planned what "
@@ -190,7 +190,7 @@ def one_plan(
     if group is None:
         return make(*trace())
     program, options = group.same(trace, lambda traced: _told(mesh, *traced))
-    searching = _SEARCHES * options.time_limit * options.refine * (8 if isinstance(mesh, (int, str)) else 1)
+    searching = _SEARCHES_PER_PLAN * options.time_limit * options.refine * (8 if isinstance(mesh, (int, str)) else 1)
     first = group.from_first(partial(make, program, options), document_of, searching)
     made, document = first
     if made is not None:
@@ -253,12 +253,12 @@ def _differences(told: Mapping[int, Mapping[str, str]]) -> str:
     names = dict.fromkeys(name for one in told.values() for name in one)
     differing = [name for name in names if len({one.get(name) for one in told.values()}) > 1]
     lines = []
-    for name in differing[:_SHOWN]:
+    for name in differing[:_MAX_DIFFERENCES]:
         sides: dict[str, list[int]] = {}
         for process in sorted(told):
             sides.setdefault(told[process].get(name, "not there"), []).append(process)
         lines.append(f"  {name}: " + "; ".join(f"{_processes(who)} `{text}`" for text, who in sides.items()))
-    more = f"\n  and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    more = f"\n  and {len(differing) - _MAX_DIFFERENCES} more" if len(differing) > _MAX_DIFFERENCES else ""
     return (
         "the processes that share the mesh would not run one plan. What differs:\n"
         + "\n".join(lines)
@@ -267,7 +267,9 @@ def _differences(told: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def _processes(who: Sequence[int]) -> str:
-    few = ", ".join(map(str, who[:_SHOWN])) + (f" and {len(who) - _SHOWN} more" if len(who) > _SHOWN else "")
+    few = ", ".join(map(str, who[:_MAX_DIFFERENCES])) + (
+        f" and {len(who) - _MAX_DIFFERENCES} more" if len(who) > _MAX_DIFFERENCES else ""
+    )
     return f"process{'es' * (len(who) > 1)} {few} has" if len(who) == 1 else f"processes {few} have"
 
 

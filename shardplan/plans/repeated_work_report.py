@@ -6,10 +6,10 @@ from shardplan.hardware import load
 from shardplan.layout.objectives import OBJECTIVES
 from shardplan.plans.plan_data import PlanData
 
-_MOSTLY = 0.5
+_REPORTED_SHARE = 0.5
 """The least share of repeated work in a report."""
 
-_PROVEN = 1e-6
+_PROVEN_GAP = 1e-6
 """The largest gap of a proven optimum."""
 
 
@@ -19,12 +19,12 @@ def repeated_text(plan: PlanData) -> str:
     if found is None or plan.device_count == 1:
         return ""
     whole = found["split"] == 1 and not any(entry for one in plan.arguments for entry in one.spec)
-    if not whole and found["share"] <= _MOSTLY:
+    if not whole and found["share"] <= _REPORTED_SHARE:
         return ""
     what = "nothing is split" if whole else f"devices repeat {found['share']:.0%} of their work"
     hardware = load(plan.recipe.options.hardware or "h100")
     costs = OBJECTIVES[plan.recipe.options.objective].repeating_text(found["seconds"], hardware)
-    proven = "no split of this program costs less" if plan.gap <= _PROVEN else "no split was found that costs less"
+    proven = "no split of this program costs less" if plan.gap <= _PROVEN_GAP else "no split was found that costs less"
     return f": {what}: by {hardware.name}'s rates repeating {_flops_text(found['flops'])} costs {costs}, and {proven}"
 
 

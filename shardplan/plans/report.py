@@ -24,10 +24,10 @@ from shardplan.layout.objectives import OBJECTIVES
 from shardplan.plans.plan_data import PlanData, PlannedArgument
 from shardplan.plans.repeated_work_report import repeated_text
 
-_ROWS = 40
+_MAX_ROWS = 40
 """The most rows of a table of layouts. The report counts the others."""
 
-_BLOCKS = 16
+_MAX_BLOCKS = 16
 """The most blocks in the drawing of a dimension."""
 
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
@@ -86,7 +86,7 @@ def layout_groups(plan: PlanData) -> list[LayoutGroup]:
     for argument in plan.arguments:
         key = (argument.shape, argument.dtype, argument.memory_kind, tuple(argument.spec))
         globs.setdefault((glob_of(argument.path), key), []).append(argument)
-    homes = _homes(list(globs))
+    homes = _main_globs(list(globs))
     found = []
     for home, others in homes.items():
         members = [member for one in (home, *others) for member in globs[one]]
@@ -106,7 +106,7 @@ def layout_groups(plan: PlanData) -> list[LayoutGroup]:
     return found
 
 
-def _homes(globs: list[tuple[str, Any]]) -> dict[tuple[str, Any], list[tuple[str, Any]]]:
+def _main_globs(globs: list[tuple[str, Any]]) -> dict[tuple[str, Any], list[tuple[str, Any]]]:
     """Globs, with the further globs of the same tensors that have their end, except for the first two components."""
     shortest_first = sorted(globs, key=lambda one: one[0].count("/"))
     by_tail: dict[Any, tuple[str, Any]] = {}
@@ -161,7 +161,7 @@ def evidence(plan: PlanData) -> str:
 
 
 def links_text(plan: PlanData) -> str:
-    """One line: how often a byte counts that is sent over slower links than the fastest of the mesh."""
+    """One line: the weights of bytes over links slower than the fastest one of the mesh."""
     options = plan.recipe.options
     if OBJECTIVES[options.objective].counts_time or plan.device_count == 1:
         return ""
@@ -298,8 +298,8 @@ def donating_text(plan: PlanData) -> str:
     return f"{' and '.join(said)} would save up to {size}: results replace what comes in there"
 
 
-_SAID = (links_text, time_text, pins_text, results_text, memory_text, donating_text)
-"""What is said of a plan in a line each, where there is something to say."""
+_LINE_TEXTS = (links_text, time_text, pins_text, results_text, memory_text, donating_text)
+"""The texts of a plan of one line each. An empty text has no line."""
 
 
 def plan_text(plan: PlanData) -> str:
@@ -307,7 +307,7 @@ def plan_text(plan: PlanData) -> str:
     lines = [
         f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices{repeated_text(plan)}",
         f"  {evidence(plan)}",
-        *(f"  {text}" for text in (said(plan) for said in _SAID) if text),
+        *(f"  {text}" for text in (said(plan) for said in _LINE_TEXTS) if text),
         *(
             []
             if "meshes" not in plan.statistics
@@ -332,7 +332,7 @@ def plan_html(plan: PlanData) -> str:
     drawn = "".join(
         f'<div style="display:inline-block;margin:4px 10px;vertical-align:top">{_grid(group, plan.mesh_axes)}'
         f"<div><code>{html.escape(group.pattern)}</code><br>{html.escape(group.tensor)}</div></div>"
-        for group in groups[:_ROWS]
+        for group in groups[:_MAX_ROWS]
         if group.shape
     )
     title = f"<b>Plan over mesh ({html.escape(mesh_text(plan.mesh_axes))})</b>{html.escape(repeated_text(plan))}"
@@ -381,10 +381,10 @@ def _refined_rows(plan: PlanData) -> list[tuple[str, ...]]:
 def _layout_rows(groups: list[LayoutGroup]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         (g.pattern, g.tensor, str(g.spec), str(len(g.paths)), size_cell(g.bytes_per_device), ", ".join(g.also))
-        for g in groups[:_ROWS]
+        for g in groups[:_MAX_ROWS]
     ]
-    if len(groups) > _ROWS:
-        rest = groups[_ROWS:]
+    if len(groups) > _MAX_ROWS:
+        rest = groups[_MAX_ROWS:]
         held = size_cell(sum(group.bytes_per_device for group in rest))
         rows.append((f"and {len(rest)} more", "", "", str(sum(len(group.paths) for group in rest)), held, ""))
     return rows
@@ -397,7 +397,7 @@ def _grid(group: LayoutGroup, mesh_axes: dict[str, int]) -> str:
     split = [dim for dim, count in enumerate(blocks) if count > 1][:2]
     whole = [dim for dim in range(len(blocks)) if dim not in split]
     shown = [blocks[dim] for dim in sorted([*split, *whole][:2])]
-    rows, columns = (min(count, _BLOCKS) for count in (shown if len(shown) == 2 else (1, *shown)))
+    rows, columns = (min(count, _MAX_BLOCKS) for count in (shown if len(shown) == 2 else (1, *shown)))
     size = f"width:{max(4, 64 // columns)}px;height:{max(4, 40 // rows)}px"
 
     def cell(block: int) -> str:

@@ -4,9 +4,9 @@ They are constraints on the results in the trace of the function. A result that 
 normally has that argument's layout. Here the argument is pinned to the layout of the result. If it is pinned to another
 layout, the next step reshards it.
 
->>> program, _ = traced_with(lambda s: {"w": 2 * s["w"]}, ({"w": jax.ShapeDtypeStruct((8,), "float32")},), {},
+>>> program, _ = trace_with_layouts(lambda s: {"w": 2 * s["w"]}, ({"w": jax.ShapeDtypeStruct((8,), "float32")},), {},
 ...                          lambda results: {"w": PartitionSpec("x")})
->>> program.output_names, list(program.constraints.values()), settled(program, {"w": PartitionSpec("x")}, None)[1]
+>>> program.output_names, list(program.constraints.values()), pin_results(program, {"w": PartitionSpec("x")}, None)[1]
 (('w',), [P('x',)], {'0/w': P('x',)})
 """
 
@@ -33,7 +33,7 @@ Specs = Mapping[str, PartitionSpec]
 """Layouts by the paths of arguments or results."""
 
 
-def traced_with(
+def trace_with_layouts(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], wanted: Callable[[Any], Specs] | None
 ) -> tuple[Program, dict[str, PartitionSpec]]:
     """The program of a function whose results have the layouts of ``wanted(results)``, and these layouts."""
@@ -60,7 +60,7 @@ def laid_out(leaf: Any, spec: PartitionSpec | None) -> Any:
     return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec, memory_kind=kind))
 
 
-def settled(program: Program, results: Specs, pins: Specs | None) -> tuple[Program, Specs | None]:
+def pin_results(program: Program, results: Specs, pins: Specs | None) -> tuple[Program, Specs | None]:
     """The program and the pins that give each result its requested layout, also where it is fed back."""
     ties, found, names = dict(program.ties), dict(pins or {}), dict(enumerate(program.output_names))
     for number, position in program.ties.items():

@@ -13,7 +13,7 @@ from shardplan.common.progress import LOG
 from shardplan.common.tables import size_text
 from shardplan.errors import ArgumentError, warn
 from shardplan.layout.mesh import GivenMesh, can_run, memory_for_arrays, with_auto_axes, with_axis_types
-from shardplan.plans.argument_placement import place_captured, put, referred
+from shardplan.plans.argument_placement import place_captured, place_references, put
 from shardplan.plans.pipeline import RESERVED_MEMORY
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.processes import check_plan
@@ -56,10 +56,10 @@ class Runner(Generic[Made]):
             call.check_alive(leaves)
             self._calls += 1
             if self._calls == _SECOND:
-                self._say_what_moves(call.name, leaves)
+                self._log_moved_arguments(call.name, leaves)
             refs = self.plan.program.refs
             call.check_single(leaves, refs, self._captured_refs)
-            with referred(leaves, self._shardings, refs) as there:
+            with place_references(leaves, self._shardings, refs) as there:
                 args, kwargs = jax.tree.unflatten(structure, there)
                 with name_missing_library(self.plan.program):
                     results = self._jitted(*args, **kwargs)
@@ -89,7 +89,7 @@ class Runner(Generic[Made]):
             donate_argnames=[place for place in call.donated if isinstance(place, str)],
         )
 
-    def _say_what_moves(self, name: str, leaves: Sequence[Any]) -> None:
+    def _log_moved_arguments(self, name: str, leaves: Sequence[Any]) -> None:
         """Logs the arguments in other layouts on the mesh. Those of the second call recur at each call."""
         moved = [
             one

@@ -33,7 +33,7 @@ from shardplan.plans.planned_call import checked_call, plan_call
 from shardplan.plans.runner import Runner, devices_for
 from shardplan.program.call_arguments import type_text
 
-_LISTED = 6
+_MAX_LISTED = 6
 
 
 def shardings_of(plan: PlanData) -> Any:
@@ -57,7 +57,7 @@ def place(plan: PlanData, tree: Any) -> Any:
         return jax.tree.map(placed, tree, jax.tree.map(lambda one: one.sharding, found))
     local = _part_like(plan, shapes, own=True) if jax.process_count() > 1 else None
     if local is None:
-        raise _no_part(plan, shapes)
+        raise _not_part_error(plan, shapes)
     return jax.tree.map(_from_own, tree, local)
 
 
@@ -66,7 +66,7 @@ def init(plan: PlanData, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     shapes = jax.eval_shape(fn, *args)
     found = _part_like(plan, jax.tree.map(_shape_of, shapes))
     if found is None:
-        raise _no_part(plan, jax.tree.map(_shape_of, shapes), "init_fn makes what")
+        raise _not_part_error(plan, jax.tree.map(_shape_of, shapes), "init_fn makes what")
     given, own = plan.recipe.options, Options()
     options = replace(own, hardware=given.hardware, memory_limit=given.memory_limit, time_limit=given.time_limit)
     layouts = jax.tree.map(lambda one: one.sharding, found)
@@ -80,7 +80,7 @@ def moving_bytes(plan: PlanData, tree: Any) -> int:
     device's block that it does not hold already."""
     found = _part_like(plan, jax.tree.map(_shape_of, tree))
     if found is None:
-        raise _no_part(plan, jax.tree.map(_shape_of, tree))
+        raise _not_part_error(plan, jax.tree.map(_shape_of, tree))
     return sum(starmap(_received, zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True)))
 
 
@@ -150,7 +150,7 @@ def _from_own(leaf: Any, wanted: Any) -> Any:
     return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), wanted.shape)
 
 
-def _no_part(plan: PlanData, shapes: Any, what: str = "this") -> ArgumentError:
+def _not_part_error(plan: PlanData, shapes: Any, what: str = "this") -> ArgumentError:
     """The error of a tree that is no part of a call: the differences from the most similar argument, by path. Without a
     similar one, it lists the arguments."""
     differing = _differing(plan, shapes)
@@ -161,12 +161,12 @@ def _no_part(plan: PlanData, shapes: Any, what: str = "this") -> ArgumentError:
     for name, part in _parts(plan).items():
         if name != "all":
             leaves = jax.tree.leaves(part)
-            types = [type_text(one.shape, one.dtype) for one in leaves[:_LISTED]]
-            own = [str(list(_own_shape(one))) for one in leaves[:_LISTED]] if jax.process_count() > 1 else []
+            types = [type_text(one.shape, one.dtype) for one in leaves[:_MAX_LISTED]]
+            own = [str(list(_own_shape(one))) for one in leaves[:_MAX_LISTED]] if jax.process_count() > 1 else []
             rows.append(f"`{name}`: {', '.join(types)}" + (f"; of this process {', '.join(own)}" if own else ""))
     return ArgumentError(
-        f"{what} is no argument of the planned step: it has {', '.join(given[:_LISTED]) or 'no arrays'}"
-        f"{' and more' if len(given) > _LISTED else ''}. The arguments are\n  " + "\n  ".join(rows)
+        f"{what} is no argument of the planned step: it has {', '.join(given[:_MAX_LISTED]) or 'no arrays'}"
+        f"{' and more' if len(given) > _MAX_LISTED else ''}. The arguments are\n  " + "\n  ".join(rows)
     )
 
 
@@ -183,8 +183,8 @@ def _differing(plan: PlanData, shapes: Any) -> str:
         for path in dict.fromkeys((*wanted, *found))
         if found.get(path) != wanted.get(path)
     ]
-    more = f"\n  and {len(rows) - _LISTED} more" if len(rows) > _LISTED else ""
-    return "\n  " + "\n  ".join(rows[:_LISTED]) + more if rows else ""
+    more = f"\n  and {len(rows) - _MAX_LISTED} more" if len(rows) > _MAX_LISTED else ""
+    return "\n  " + "\n  ".join(rows[:_MAX_LISTED]) + more if rows else ""
 
 
 def _types_by_path(tree: Any) -> dict[str, str]:

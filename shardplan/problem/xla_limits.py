@@ -394,16 +394,6 @@ def scatters(operation: Operation, strategy: Strategy, axes: tuple[int, ...], am
     return _split_one(strategy, axes)
 
 
-def order_of_devices(operation: Operation, strategy: Strategy, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The order of axes in which XLA alone lists the devices of an all-reduce of partial sums.
-
-    It is the order in which the axes split the reduced index, if this is one dimension of every operand that they
-    split. Otherwise it is the order of the mesh.
-    """
-    in_mesh = _exchanges_rows(operation, strategy) or _in_groups(operation) or not _split_one(strategy, axes)
-    return tuple(sorted(axes)) if in_mesh else axes
-
-
 def _split_one(strategy: Strategy, axes: tuple[int, ...]) -> bool:
     """Whether axes, in their order, split one dimension of every operand that they split."""
     touching = [layout for layout in strategy.operands if layout and set(axes) & {a for group in layout for a in group}]

@@ -13,7 +13,7 @@ from shardplan.timing.task import Event
 _COLOURS = {"compute": "#4c78a8", "collective": "#f58518", "transfer": "#e45756"}
 _WIDTH = 900
 _ROW = 16
-_MOST_DRAWN = 3000
+_MAX_EVENTS = 3000
 
 
 def timeline_html(events: Sequence[Event], seconds: float, workers: int) -> str:
@@ -21,7 +21,7 @@ def timeline_html(events: Sequence[Event], seconds: float, workers: int) -> str:
 
     The drawing leaves out the shortest events of a long timeline.
     """
-    longest = sorted(events, key=lambda event: event.start - event.end)[:_MOST_DRAWN]
+    longest = sorted(events, key=lambda event: event.start - event.end)[:_MAX_EVENTS]
     scale = _WIDTH / seconds if seconds else 0.0
     drawn = []
     for event in longest:

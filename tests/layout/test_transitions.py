@@ -132,20 +132,6 @@ def check_transitions(case: Case, rank: int, count: int | None, at_once: int) ->
     assert not wrong
 
 
-def test_last_gathered_dimension() -> None:
-    """The table agrees with the paths. An all-gather over several axes ends with its own dimension."""
-    axes = MeshAxes(NAMES[:2], (2, 4))
-    transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
-    domain = transitions.space.domain((64, 64, 64))
-    dims = transitions.last_gathered_dimension(domain)
-    assert dims[domain.position[(1,), (), (0,)], domain.position[(), (), ()]] == 0
-    for source, target in pairs_of(domain, 200):
-        steps = transitions.path(domain, source, target)
-        before = [source, *(step.layout for step in steps)][-2]
-        [changed] = [n for n in range(3) if before[n] != target[n]] if steps[-1].kind == "all-gather" else [-1]
-        assert dims[domain.position[source], domain.position[target]] == changed
-
-
 def test_transitions_that_begin_with_a_slice() -> None:
     """The table for all targets agrees with the paths."""
     axes = MeshAxes(NAMES, (2, 2, 2))

@@ -38,9 +38,9 @@ PINS = {"0": P(None, "y"), "1": P("x")}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "plans"))
-    cache._complained.clear()
+    cache._warned_folders.clear()
     yield tmp_path / "plans"
-    cache._complained.clear()
+    cache._warned_folders.clear()
 
 
 def step(weights: Any, x: Any) -> Any:
@@ -201,7 +201,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     """It gets one warning."""
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "plans"))
-    cache._complained.clear()
+    cache._warned_folders.clear()
     with pytest.warns(ShardplanWarning, match=rf"cannot be .*\n*.*{VARIABLE}") as said:
         make()
         make()
@@ -266,7 +266,7 @@ def test_many_writers_and_readers(folder: Path) -> None:
 
 
 def test_oldest_entries_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MOST_ENTRIES", 3)
+    monkeypatch.setattr(cache, "_MAX_ENTRIES", 3)
     for number in range(5):
         Cache(folder).write(f"key{number}", {})
         os.utime(folder / f"key{number}.json", (number, number))

@@ -13,8 +13,8 @@ from shardplan.compiled.hlo.module import Instruction
 Computation = Mapping[str, Instruction]
 Users = Mapping[str, list[Instruction]]
 
-_DEPTH = 6
-_MOST = 24
+_MAX_DEPTH = 6
+_MAX_INSTRUCTIONS = 24
 _INDEX = re.compile(r"\bindex=(\d+)")
 
 
@@ -63,12 +63,12 @@ def _walk(first: list[Instruction], following: Callable[[Instruction], list[Inst
     """A breadth-first walk of limited depth and number."""
     seen = {instruction.name for instruction in first}
     level = first
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         yield from level
         reached = [found for instruction in level for found in following(instruction)]
         level = []
         for instruction in reached:
-            if instruction.name not in seen and len(seen) < _MOST:
+            if instruction.name not in seen and len(seen) < _MAX_INSTRUCTIONS:
                 seen.add(instruction.name)
                 level.append(instruction)
 

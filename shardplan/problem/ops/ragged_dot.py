@@ -64,15 +64,6 @@ def sums_rows(operation: Operation) -> bool:
     return ragged in numbers.dot_dimension_numbers[0][0]
 
 
-def reads_transposed_matrices(operation: Operation) -> bool:
-    """Whether a product reads a transpose of its matrices: it does not sum over the dimension after the groups."""
-    numbers = operation.params["ragged_dot_dimension_numbers"]
-    if not numbers.rhs_group_dimensions:
-        return False
-    (group,), (_, added) = numbers.rhs_group_dimensions, numbers.dot_dimension_numbers[0]
-    return group + 1 not in added
-
-
 def rows_of_groups(sizes: Any, first: Any, count: int) -> tuple[Any, Any]:
     """The start of each group in `count` rows from row `first` on, and its number of these rows, both int32."""
     ends = jnp.clip(jnp.cumsum(sizes.astype(jnp.int32)) - first, 0, count)
