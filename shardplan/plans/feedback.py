@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -85,10 +85,18 @@ def verified(plan: PlanData, options: Options, replan: Replan) -> PlanData:
 
 def target_of(mesh: Mesh | AbstractMesh, options: Options) -> str:
     """The GPU type that plans over a mesh are verified for."""
-    if isinstance(mesh, Mesh) and has_gpus(mesh):
+    if _compiles_here(mesh):
         return str(mesh.devices.flat[0].device_kind)
     name = load(options.hardware or "h100").name
     return name if name in targets() else "h100"
+
+
+def _compiles_here(mesh: Mesh | AbstractMesh) -> TypeGuard[Mesh]:
+    """Whether this process alone can compile for the devices of a mesh: GPUs of its own, or GPUs that are described."""
+    if not isinstance(mesh, Mesh) or not has_gpus(mesh):
+        return False
+    first, *others = mesh.devices.flat
+    return not can_run(first) or all(other.process_index == first.process_index for other in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +108,10 @@ class _Judge:
 
     @classmethod
     def of(cls, plan: PlanData, options: Options) -> _Judge:
-        """That of the mesh's own GPUs, or of the GPU type that the hardware profile is named after, else of an H100."""
+        """That of the mesh's own GPUs, if one process has them all, or of the GPU type that the hardware profile is
+        named after, else of an H100."""
         target = target_of(plan.mesh, options)
-        if isinstance(plan.mesh, Mesh) and has_gpus(plan.mesh):
+        if _compiles_here(plan.mesh):
             return cls(plan.mesh, target)
         return cls(gpu_mesh(target, tuple(plan.mesh_axes.values()), tuple(plan.mesh_axes)), target)
 

@@ -3,14 +3,18 @@
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import shardplan
 from shardplan.compiled.program import bytes_by_operation, measure
 from shardplan.compiled.target import TargetNotInstalledError, gpu_mesh
+from shardplan.options import Options
 from shardplan.plans import feedback
 from tests.helpers.limited_step import MESH, training
 
@@ -139,3 +143,15 @@ def test_a_peak_that_is_predicted_too_low():
         shardplan.plan(step, mesh, shape, memory_limit=1.05 * free.peak_bytes, verify=True, **options)
     plan = shardplan.plan(step, mesh, shape, memory_limit=1.01 * compiled, verify=True, **options)
     assert plan.peak_bytes <= 1.01 * compiled
+
+
+@compiles_for_gpus
+def test_gpus_of_several_processes_are_compiled_for_as_a_target(monkeypatch):
+    """One process alone cannot compile for the devices of others: it compiles for their type."""
+    mesh = gpu_mesh("h100", (8,), ("x",))
+    assert feedback.target_of(mesh, Options()) == mesh.devices.flat[0].device_kind
+    monkeypatch.setattr(feedback, "has_gpus", lambda mesh: True)
+    monkeypatch.setattr(feedback, "can_run", lambda device: True)
+    devices = np.array([SimpleNamespace(process_index=n // 4, device_kind="NVIDIA H100") for n in range(8)])
+    several = MagicMock(spec=Mesh, devices=devices)
+    assert feedback.target_of(several, Options(hardware="h200")) == "h200"
