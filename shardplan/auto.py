@@ -78,8 +78,8 @@ def auto(  # type: ignore[misc]
     Args:
         fn: any function of pytrees of arrays, typically a training step ``(state, batch) -> (state, loss)``. A function
             of ``jax.jit`` keeps its options. Without a function, this is a decorator with options.
-        mesh: a ``jax.sharding.Mesh``, an ``AbstractMesh`` (plans, but cannot run), text such as ``"data=2,model=4"``,
-            or a number of devices or ``"2x8"`` hosts by devices (the best mesh of the first so many devices). By
+        mesh: a ``jax.sharding.Mesh``, an ``AbstractMesh`` (runs on the first devices here), text such as
+            ``"data=2,model=4"``, or a number of devices or ``"2x8"`` hosts by devices (the best mesh of these). By
             default that of ``jax.set_mesh``, or all devices. Results have the types of ``jax.jit`` under a
             ``jax.set_mesh`` with axes of type Explicit, or with an argument on such axes, and else no typed layouts.
         memory_limit: bytes of one device, as a number or as ``"11GB"``.
@@ -124,6 +124,7 @@ def auto(  # type: ignore[misc]
 def plan(fn: Callable[..., Any], mesh: GivenMesh, *args: Any, **options: Any) -> Plan:
     """The plan of ``fn`` for arguments, which may be ``jax.ShapeDtypeStruct``s. ``auto`` documents the options."""
     chosen = options_from(options)
+    chosen.check()
     function = AutoFunction(fn, as_mesh(mesh), replace(chosen, verify=bool(chosen.verify)))
     with nullcontext() if isinstance(mesh, Mesh) else planning_alone():
         return function.plan(*args)
@@ -256,7 +257,7 @@ def options_from(given: dict[str, Any]) -> Options:
     try:
         return Options(**given)
     except TypeError:
-        known = ", ".join(Options.__dataclass_fields__)
+        known = ", ".join(name for name in Options.__dataclass_fields__ if name != "results")
         unknown = ", ".join(f"`{name}`" for name in given if name not in Options.__dataclass_fields__)
         raise ArgumentError(
             f"there is no option {unknown}; there are {known}. Arguments of the step itself are given by position"

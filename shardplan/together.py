@@ -35,7 +35,7 @@ from shardplan.plans.like import as_pins, matched
 from shardplan.plans.pipeline import build_problem
 from shardplan.plans.plan import Plan
 from shardplan.plans.processes import plain_of_first
-from shardplan.plans.report import objective_text
+from shardplan.plans.report import above_text, objective_text
 from shardplan.problem.cost_network import Problem
 from shardplan.search import Network, solve
 
@@ -63,7 +63,7 @@ class PlansTogether(dict[str, Plan]):
             for name, plan in self.items()
         ]
         table = text_table(("program", "times", "MB sent", "objective"), rows, numbers=(1, 2, 3))
-        return f"Plans with one state, at most {100 * self.gap:.4f} % above the optimum of the cost model\n{table}"
+        return f"Plans with one state, {above_text(self.objective, self.lower_bound)}\n{table}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,9 @@ class _Part:
         return {path: types[path] for path in paths if path in tied} or types
 
 
+_EXPECTED = "plan_together takes programs by name, {'train': (step, (state, batch), 1000)}"
+
+
 def plan_together(programs: Mapping[str, tuple[Any, ...]], mesh: GivenMesh, **options: Any) -> PlansTogether:
     """Plans programs that share a state, with its layout of the least total cost.
 
@@ -112,15 +115,17 @@ def plan_together(programs: Mapping[str, tuple[Any, ...]], mesh: GivenMesh, **op
         InfeasibleError: no plan is within the memory limit.
     """
     common, mesh = options_from(options), as_mesh(mesh)
+    if not isinstance(programs, Mapping):
+        raise ArgumentError(f"{_EXPECTED}, got `{type(programs).__name__}`")
     taken = {name: _taken(name, entry) for name, entry in programs.items()}
     if not taken:
-        raise ArgumentError("plan_together takes programs by name, {'train': (step, (state, batch), 1000)}, got none")
+        raise ArgumentError(f"{_EXPECTED}, got none")
     if isinstance(mesh, (int, str)):  # the best mesh for the program that runs most
         fn, args, _, own = max(taken.values(), key=lambda entry: entry[2])
-        mesh = AutoFunction(fn, mesh, replace(common, verify=False, **own)).plan(*args).mesh
+        mesh = AutoFunction(fn, mesh, replace(options_from({**options, **own}), verify=False)).plan(*args).mesh
     network, parts = Network(), list[_Part]()
     for name, (fn, args, times, own) in taken.items():
-        chosen = replace(common, verify=False, **own)
+        chosen = replace(options_from({**options, **own}), verify=False)
         function = AutoFunction(fn, mesh, chosen)
         program, resolved = function.traced(*args)
         problem = build_problem(program, with_auto_axes(mesh), resolved)

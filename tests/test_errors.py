@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan import ArgumentError, CallError, InfeasibleError, ShardplanError, ShardplanWarning
+from shardplan import ArgumentError, CallError, InfeasibleError, PlanMismatchError, ShardplanError, ShardplanWarning
 from tests.helpers.random_programs import assert_equal_trees, mesh_of
 
 X = jnp.ones((8, 8))
@@ -314,3 +314,23 @@ def test_an_unknown_operation_runs_whole_with_one_warning() -> None:
         assert "`nobody_described_this` (2 times, first at test_errors.py" in message
         assert "shardplan.describe" in message
         assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("programs", [[len], 3])
+def test_programs_together_without_names(programs):
+    with pytest.raises(ArgumentError, match="takes programs by name"):
+        shardplan.plan_together(programs, 8)
+
+
+def test_options_that_are_refused_everywhere():
+    """An unknown option of one of several programs, and a value of another type."""
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+    with pytest.raises(ArgumentError, match="there is no option `foo`"):
+        shardplan.plan_together({"t": (lambda x: x, (x,), 1, {"foo": 1})}, 8)
+    with pytest.raises(ArgumentError, match="verify"):
+        shardplan.plan(lambda x: x, 8, x, verify="yes")
+    with pytest.raises(ArgumentError, match=r"a mesh shape is a tuple of numbers"):
+        shardplan.gpu_mesh("h100", 8, "a")
+    plan = shardplan.plan(lambda x: x, 8, x)
+    with pytest.raises(PlanMismatchError, match=r"a jax.sharding.Mesh of devices was expected, got `'data=8'`"):
+        plan.lower("data=8")

@@ -81,6 +81,7 @@ class Island:
             if step.kind == CollectiveKind.ALL_REDUCE:
                 result = jax.lax.psum(result, names)
             else:
+                assert step.kind == CollectiveKind.REDUCE_SCATTER, step.kind
                 dim = next(d for d, axes in enumerate(step.layout) if axes != before[d])
                 result = jax.lax.psum_scatter(result, names, scatter_dimension=dim, tiled=True)
             before = step.layout

@@ -194,6 +194,10 @@ def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path
     check(all(0 < n < _MAX_DEVICES for n in axes.values()), "plan.mesh", axes, "a number of devices for each axis")
     if mesh is None:
         mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise PlanMismatchError(
+            f"a jax.sharding.Mesh or AbstractMesh was expected for the plan in `{path}`, got `{mesh!r}`"
+        )
     given = mesh_axes(mesh)
     if (given.names, given.sizes) != (tuple(axes), tuple(axes.values())):
         found = dict(zip(given.names, given.sizes, strict=True))

@@ -3,7 +3,7 @@
 An argument is matched by its path, or by the end of its path, without the position of its tree in the call. So the
 parameters of a state (`0/params/layer_0/kernel`) match those of an evaluation (`0/layer_0/kernel`). Of several leaves
 with this end, the match has the most common components, then the shortest path, then `params` in its path. It is a
-parameter and not one of its moments.
+parameter and not one of its moments. A leaf of the state that an argument has by its whole path is no match for others.
 
 >>> state = {"0/params/layer/kernel": "f32[8]", "0/opt/mu/layer/kernel": "f32[8]", "0/params/layer/bias": "f32[2]"}
 >>> matched(state, {"0/layer/kernel": "f32[8]", "0/layer/bias": "f32[2]", "1": "f32[8]"})
@@ -32,12 +32,11 @@ def matched(state: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str,
     by_end: dict[str, list[str]] = {}
     for path in state:
         by_end.setdefault(path.rpartition("/")[2], []).append(path)
-    found = {}
+    found = {path: path for path, kind in arguments.items() if state.get(path) == kind}
+    exact = set(found)
     for path, kind in arguments.items():
-        if state.get(path) == kind:
-            found[path] = path
-            continue
-        places = [one for one in by_end.get(path.rpartition("/")[2], ()) if state[one] == kind and _shared(one, path)]
+        ends = () if path in exact else by_end.get(path.rpartition("/")[2], ())
+        places = [one for one in ends if one not in exact and state[one] == kind and _shared(one, path)]
         if places:
             found[path] = max(places, key=lambda one: (_shared(one, path), -one.count("/"), "/params/" in one))
     return found
@@ -66,7 +65,11 @@ def layouts_like(reference: PlanData, call: Call, mesh: Any) -> dict[str, Partit
     types = {path: one.type_text for path, one in state.items()}
     found = matched(types, given)
     close = matched(dict.fromkeys(types, ""), dict.fromkeys(given.keys() - found.keys(), ""))
-    other = {path: place for path, place in close.items() if "/" in path and _shared(path, place) == path.count("/")}
+    other = {
+        path: place
+        for path, place in close.items()
+        if "/" in path and _shared(path, place) == path.count("/") and place not in found
+    }
     if other or not found:
         rows = [f"`{path}` is {given[path]}, and `{place}` is {types[place]} there" for path, place in other.items()]
         rows = rows or [f"`{path}` is {kind}" for path, kind in given.items()]

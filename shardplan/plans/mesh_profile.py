@@ -15,6 +15,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from shardplan.common.progress import LOG
+from shardplan.hardware import profiles
 from shardplan.layout.mesh import GivenMesh, has_gpus
 from shardplan.plans.pipeline import DEFAULT_HARDWARE
 
@@ -22,7 +23,9 @@ VARIABLE = "SHARDPLAN_HARDWARE"
 """The environment variable with the default profile of all meshes, for example for CPU devices that stand for GPUs of
 another machine."""
 
-_KINDS = {"h100": "H100", "h200": "H200", "a100": "A100", "b200": "B200", "k80": "K80"}
+_KINDS = {name: name.upper() for name in profiles() if name != "cpu"}
+"""What the kind of a device says, by the profile of that name."""
+
 _BY_CAPABILITY = ((10.0, "b200"), (9.0, "h100"), (4.0, "a100"), (0.0, "k80"))
 """For other GPUs of NVIDIA: the profile of the latest generation up to theirs."""
 

@@ -54,23 +54,28 @@ class Plan(PlanData):
         """``jax.ShapeDtypeStruct``s with these shardings, for restores by Orbax: ``plan.abstract[0]`` is the state."""
         return state.abstract_of(self)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: Any, argument: int | str | None = None) -> Any:
         """An argument, such as a batch, in its planned layout. Each of several processes may give its own rows.
 
-        Raises ArgumentError for a tree without the structure and shapes of any argument.
+        ``argument`` is its position or name, where several arguments have the same structure and shapes. Raises
+        ArgumentError for a tree without the structure and shapes of any argument, or with those of several arguments
+        in different layouts.
         """
-        return state.place(self, tree)
+        return state.place(self, tree, argument)
 
-    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+    def init(self, init_fn: Callable[..., Any], *args: Any, argument: int | str | None = None) -> Any:
         """The result of ``init_fn(*args)``, an argument such as the state, computed in its planned layout.
 
-        Raises ArgumentError for a result that is no argument of the planned step.
+        ``argument`` and errors: see ``place``.
         """
-        return state.init(self, init_fn, args)
+        return state.init(self, init_fn, args, argument)
 
-    def moving_bytes(self, tree: Any) -> int:
-        """The bytes that all devices together receive when an argument is resharded to its planned layout."""
-        return state.moving_bytes(self, tree)
+    def moving_bytes(self, tree: Any, argument: int | str | None = None) -> int:
+        """The bytes that all devices together receive when an argument is resharded to its planned layout.
+
+        ``argument`` and errors: see ``place``.
+        """
+        return state.moving_bytes(self, tree, argument)
 
     def bind(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         """This plan over ``fn``, traced again for arguments (arrays or ``jax.ShapeDtypeStruct``s).

@@ -300,6 +300,8 @@ class PlanData:
 
     def _with_devices(self, mesh: Mesh | None) -> Mesh:
         chosen = self.mesh if mesh is None else mesh
+        if not isinstance(chosen, (Mesh, AbstractMesh)):
+            raise PlanMismatchError(f"a jax.sharding.Mesh of devices was expected, got `{chosen!r}`")
         if not isinstance(chosen, Mesh):
             raise PlanMismatchError(
                 f"the plan's mesh {self.mesh_axes} has no devices of its own, and of the {self.device_count} that it "

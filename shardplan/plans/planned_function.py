@@ -15,7 +15,7 @@ from shardplan.plans.pipeline import rebuild
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.planned_call import calls_of, checked_call, traced_for
 from shardplan.plans.runner import Runner
-from shardplan.program.call_arguments import Call
+from shardplan.program.call_arguments import Call, name_of
 
 
 class PlannedFunction:
@@ -26,9 +26,12 @@ class PlannedFunction:
 
     def __init__(self, fn: Callable[..., Any], plan: PlanData) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._plan = plan
+        self._fn, self._plan = fn, plan
         self._calls = calls_of(fn, plan.recipe.options)
         self._bound: dict[Any, Runner[PlanData]] = {}
+
+    def __repr__(self) -> str:
+        return f"<{name_of(self._fn)} as {self._plan!r} splits it>"
 
     @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

@@ -151,12 +151,24 @@ def objective_text(plan: PlanData, amount: float) -> str:
     return OBJECTIVES[plan.recipe.options.objective].text(amount)
 
 
+def above_text(objective: float, lower_bound: float) -> str:
+    """How far a cost is above the optimum at most, as a share of the lower bound.
+
+    >>> above_text(1.5, 1.0), above_text(1.0, 0.0)
+    ('at most 50.0000 % above the optimum of the cost model', 'above a bound of 0')
+    """
+    if lower_bound <= 0 < objective:
+        return "above a bound of 0"
+    above = (objective - lower_bound) / lower_bound if objective > lower_bound else 0.0
+    return f"at most {100 * above:.4f} % above the optimum of the cost model"
+
+
 def evidence(plan: PlanData) -> str:
     """One line: the communication bytes, and the gap to the optimum."""
     sent = f"{size_text(plan.communication_bytes)} sent per device and step"
     if plan.lower_bound == float("-inf"):
         return f"{sent}; objective {objective_text(plan, plan.objective)}, without a bound"
-    share = f"at most {100 * plan.gap:.4f} % above the optimum of the cost model"
+    share = above_text(plan.objective, plan.lower_bound)
     return f"{sent}; objective {objective_text(plan, plan.objective)}, {share}"
 
 
@@ -336,9 +348,9 @@ def plan_html(plan: PlanData) -> str:
         if group.shape
     )
     title = f"<b>Plan over mesh ({html.escape(mesh_text(plan.mesh_axes))})</b>{html.escape(repeated_text(plan))}"
+    said = "<br>".join(html.escape(text) for text in (one(plan) for one in _LINE_TEXTS) if text)
     return (
-        f"<div>{title}<br>{html.escape(evidence(plan))}<br>{html.escape(links_text(plan))}<br>"
-        f"{html.escape(time_text(plan))}<br>{html.escape(pins_text(plan))}<br>{html.escape(memory_text(plan))}"
+        f"<div>{title}<br>{html.escape(evidence(plan))}<br>{said}"
         f"{html_table(_TRAFFIC_HEADER, _traffic_rows(plan), numbers=(2, 3))}"
         f"{html_table(_LAYOUT_HEADER, _layout_rows(groups), numbers=(3, 4))}<div>{drawn}</div></div>"
     )

@@ -47,24 +47,24 @@ def abstract_of(plan: PlanData) -> Any:
     return _in_call(plan, list(map(_jax.shape_of, values, plan.leaf_shardings(_devices(plan)))))
 
 
-def place(plan: PlanData, tree: Any) -> Any:
+def place(plan: PlanData, tree: Any, argument: int | str | None = None) -> Any:
     """A part of a call in its planned layout: arrays of any kind, or the rows of this process.
 
     Raises ArgumentError for a tree that is no part of a call."""
     shapes = jax.tree.map(_shape_of, tree)
-    found = _part_like(plan, shapes)
+    found = _part_like(plan, shapes, argument)
     if found is not None:
         return jax.tree.map(placed, tree, jax.tree.map(lambda one: one.sharding, found))
-    local = _part_like(plan, shapes, own=True) if jax.process_count() > 1 else None
+    local = _part_like(plan, shapes, argument, own=True) if jax.process_count() > 1 else None
     if local is None:
         raise _not_part_error(plan, shapes)
     return jax.tree.map(_from_own, tree, local)
 
 
-def init(plan: PlanData, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def init(plan: PlanData, fn: Callable[..., Any], args: tuple[Any, ...], argument: int | str | None = None) -> Any:
     """The result of a function, computed in its planned layout, without a whole copy on any device."""
     shapes = jax.eval_shape(fn, *args)
-    found = _part_like(plan, jax.tree.map(_shape_of, shapes))
+    found = _part_like(plan, jax.tree.map(_shape_of, shapes), argument)
     if found is None:
         raise _not_part_error(plan, jax.tree.map(_shape_of, shapes), "init_fn makes what")
     given, own = plan.recipe.options, Options()
@@ -75,10 +75,10 @@ def init(plan: PlanData, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return call.finished(Runner(made, mesh)(call))
 
 
-def moving_bytes(plan: PlanData, tree: Any) -> int:
+def moving_bytes(plan: PlanData, tree: Any, argument: int | str | None = None) -> int:
     """The bytes that all devices together receive when a part of a call is resharded to the plan: the elements of each
     device's block that it does not hold already."""
-    found = _part_like(plan, jax.tree.map(_shape_of, tree))
+    found = _part_like(plan, jax.tree.map(_shape_of, tree), argument)
     if found is None:
         raise _not_part_error(plan, jax.tree.map(_shape_of, tree))
     return sum(starmap(_received, zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True)))
@@ -114,6 +114,10 @@ def _in_call(plan: PlanData, leaves: Any) -> Any:
 
 
 def _shape_of(leaf: Any) -> Any:
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        raise ArgumentError(f"arrays were expected, got `{leaf!r}` of type `{type(leaf).__name__}`") from None
     return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype)
 
 
@@ -126,15 +130,32 @@ def _parts(plan: PlanData) -> dict[str, Any]:
     return {**dict(sorted(parts.items(), key=lambda part: part[0] in state)), "all": args}
 
 
-def _part_like(plan: PlanData, shapes: Any, own: bool = False) -> Any:
-    """The part of a call with this structure and these shapes, or those of this process's rows. None without one."""
-    for part in _parts(plan).values():
-        structures: list[Any] = [jax.tree.structure(part), jax.tree.structure(shapes)]
-        if structures[0] == structures[1]:
-            pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(part), strict=True)
-            if all((a.shape, a.dtype) == (_own_shape(b) if own else b.shape, b.dtype) for a, b in pairs):
-                return part
-    return None
+def _part_like(plan: PlanData, shapes: Any, argument: int | str | None, own: bool = False) -> Any:
+    """The part of a call with this structure and these shapes, or those of this process's rows. None without one.
+
+    Raises ArgumentError for an unknown argument, and where several parts with different layouts are like that.
+    """
+    parts = _parts(plan)
+    if argument is not None and str(argument) not in parts:
+        known = ", ".join(name for name in parts if name != "all")
+        raise ArgumentError(f"there is no argument `{argument}`: the arguments are {known}")
+    named = parts if argument is None else {str(argument): parts[str(argument)]}
+    found = {name: part for name, part in named.items() if _is_like(part, shapes, own)}
+    layouts = {tuple(leaf.sharding for leaf in jax.tree.leaves(part)) for part in found.values()}
+    if len(layouts) > 1:
+        raise ArgumentError(
+            f"the arguments {', '.join(found)} have these shapes, in different layouts: say which one is meant, "
+            f"argument={next(iter(found))}"
+        )
+    return next(iter(found.values()), None)
+
+
+def _is_like(part: Any, shapes: Any, own: bool) -> bool:
+    structures: list[Any] = [jax.tree.structure(part), jax.tree.structure(shapes)]
+    if structures[0] != structures[1]:
+        return False
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(part), strict=True)
+    return all((a.shape, a.dtype) == (_own_shape(b) if own else b.shape, b.dtype) for a, b in pairs)
 
 
 def _own_shape(wanted: Any) -> tuple[int, ...]:

@@ -210,3 +210,23 @@ def test_together_within_a_limit_of_memory() -> None:
 def test_no_programs(given: Any, message: str) -> None:
     with pytest.raises(shardplan.ArgumentError, match=message):
         shardplan.plan_together(given, MESH)
+
+
+def test_a_batch_with_the_names_of_parameters():
+    """A leaf of the state that an argument has by its whole path is no match for a leaf of the batch."""
+
+    def train(p, b):
+        g = jax.grad(lambda p: ((b["x"] @ p["w"] - b["item"]) ** 2).mean() + (p["item"] ** 2).sum())(p)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, p, g)
+
+    mesh = jax.sharding.AbstractMesh((8,), ("d",))
+    p = {"w": jax.ShapeDtypeStruct((8, 16), "float32"), "item": jax.ShapeDtypeStruct((16,), "float32")}
+    b = {"x": jax.ShapeDtypeStruct((64, 8), "float32"), "item": jax.ShapeDtypeStruct((64, 16), "float32")}
+    plan = shardplan.plan(train, mesh, p, b)
+    assert shardplan.plan(train, mesh, p, b, like=plan).layouts.keys() == plan.layouts.keys()
+    same = {"x": jax.ShapeDtypeStruct((512, 512), "float32")}
+    first = shardplan.plan(
+        lambda p, b: {"x": p["x"] + b["y"]}, mesh, same, {"y": same["x"]}, pins={"0/x": P(None, "d")}
+    )
+    second = shardplan.plan(lambda p, b: (p["x"] @ b["x"]).sum(), mesh, same, same, like=first)
+    assert [*second.recipe.options.pins] == ["0/x"]

@@ -159,3 +159,26 @@ def test_results_of_no_argument(make: Any) -> None:
     found = shardplan.auto(lambda: make((1 << 17,)), mesh_of((2, 4)))()
     assert_equal_trees(found, make((1 << 17,)))
     assert found.sharding.shard_shape(found.shape) == (1 << 14,)
+
+
+def test_arguments_of_equal_shapes_in_different_layouts():
+    """Which of parameters and moments is meant is asked for, and then placed, made and counted as that."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def train(p, m, x):
+        g = jax.grad(lambda p: (jnp.tanh(x @ p["w"]) ** 2).mean())(p)
+        m = {"w": 0.9 * m["w"] + g["w"]}
+        return {"w": p["w"] - 0.1 * m["w"]}, m
+
+    p, layouts = {"w": jnp.ones((64, 64))}, {"0/w": jax.P("data"), "1/w": jax.P(None, "model")}
+    plan = shardplan.plan(train, mesh, p, p, jnp.ones((32, 64)), pins=layouts)
+    for ask in (plan.place, plan.moving_bytes, lambda tree: plan.init(lambda: tree)):
+        with pytest.raises(shardplan.ArgumentError, match="arguments 0, 1 have these shapes, in different layouts"):
+            ask(p)
+    assert plan.place(p, argument=1)["w"].sharding.spec == jax.P(None, "model")
+    assert plan.init(lambda: p, argument=0)["w"].sharding.spec == jax.P("data")
+    assert plan.moving_bytes(plan.place(p, argument=1), argument=1) == 0
+    with pytest.raises(shardplan.ArgumentError, match="no argument `5`: the arguments are"):
+        plan.place(p, argument=5)
+    with pytest.raises(shardplan.ArgumentError, match="arrays were expected, got `'x'`"):
+        plan.place("x")
