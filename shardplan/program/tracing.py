@@ -79,6 +79,10 @@ def trace_program(
     return _prune(spread_for_each(_prune(reuse_results(_prune(hoisted), every=builder.unrolled))))
 
 
+_NAMING = "name"
+"""What ``checkpoint_name`` leaves: its result is its operand. Checkpoint policies have read the names by now."""
+
+
 class _Builder:
     """Collects the values and operations of a jaxpr and of what it calls."""
 
@@ -137,6 +141,8 @@ class _Builder:
             results: Sequence[int | Constant]
             if undone is not None:
                 results = [undone]
+            elif equation.primitive.name == _NAMING:
+                results = operands
             elif body is None:
                 params = _jax.without_empty_shardings(equation.params)
                 bodies = self._bodies(equation, tuple(operands), captured)
