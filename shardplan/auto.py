@@ -70,6 +70,7 @@ def auto(  # type: ignore[misc]
     refine: int = 1,
     islands: bool = True,
     verify: bool | None = None,
+    fit: Sequence[str] = ("recompute",),
 ) -> Any:
     """``fn``, planned over ``mesh`` and compiled, in the place of ``jax.jit(fn)``.
 
@@ -109,6 +110,8 @@ def auto(  # type: ignore[misc]
         verify: whether a plan whose predicted peak comes near the memory limit is compiled, and planned again where the
             compiled peak exceeds the limit (`shardplan.plans.feedback`). None: where the mesh has GPUs that are there,
             all of one process.
+        fit: what may make a step fit that exceeds the memory limit: ``("recompute",)``, values of the forward part are
+            computed again in the backward part in the place of being kept (``plan.recomputed``). ``()`` refuses it.
 
     Returns:
         A callable with ``.plan(*args)`` and ``.lower(*args)``.

@@ -31,7 +31,9 @@ from shardplan.problem.host_memory import host_bytes
 from shardplan.problem.schedule import Schedule
 from shardplan.problem.uneven_sizes import padded_sizes
 from shardplan.program.program import Operation, Program
+from shardplan.program.recompute import recomputing
 from shardplan.program.regions.region import region_of
+from shardplan.program.residuals import residuals
 from shardplan.timing.step_time import timing_of
 
 DEFAULT_HARDWARE = "h100"
@@ -70,20 +72,27 @@ def plan_program(
     prepare: Callable[[Problem], None] | None = None,
     method: str = "auto",
     excess: Mapping[int, float] = MappingProxyType({}),
+    recomputed: frozenset[int] | None = None,
 ) -> PlanData:
     """Plans a traced program over one mesh by a method of ``shardplan.search``; ``prepare`` may exclude choices.
 
-    ``excess``: per operation, by index, bytes that a compiled program held there above what was counted."""
+    ``excess``: per operation, by index, bytes that a compiled program held there above what was counted.
+    ``recomputed``: the values that are computed again, None for the program as it is."""
     started = time.perf_counter()
+    changed = program if recomputed is None else recomputing(program, recomputed)
 
     def build(share: float = LEAST_SHARE, traffic: Mapping[int, int] | None = None) -> Problem:
-        problem = build_problem(program, mesh, options, share, traffic)
+        problem = build_problem(changed, mesh, options, share, traffic)
         if prepare is not None:
             prepare(problem)
         return problem
 
     problem = build()
-    return plan_problem(problem, mesh, options, time.perf_counter() - started, method, build, excess)
+    found = plan_problem(problem, mesh, options, time.perf_counter() - started, method, build, excess)
+    if recomputed is None:
+        return found
+    recipe = replace(found.recipe, fingerprint=program.fingerprint(), recomputed=tuple(sorted(recomputed)))
+    return replace(found, recipe=recipe)
 
 
 def plan_problem(
@@ -155,12 +164,24 @@ def rebuild(plan: Made, program: Program) -> Made:
     raise PlanMismatchError("the plan was made by another version of shardplan, which prices in another way: plan anew")
 
 
+def rewritten(program: Program, recipe: Recipe) -> Program:
+    """The program that a recipe plans, which may make some values again.
+
+    Raises PlanMismatchError where it has no such values.
+    """
+    if recipe.recomputed is None:
+        return program
+    if not {*recipe.recomputed} <= {*residuals(program)}:
+        raise PlanMismatchError("the plan computes other values again than the program has: plan anew")
+    return recomputing(program, frozenset(recipe.recomputed))
+
+
 def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> Schedule:
     """The schedule that a recipe makes of its program, without a search.
 
     Raises PlanMismatchError where this version builds another problem of it.
     """
-    problem = build_problem(program, mesh, recipe.options)
+    problem = build_problem(rewritten(program, recipe), mesh, recipe.options)
     if problem.variables.digest() != recipe.network:
         raise PlanMismatchError(
             "the plan was made by another version of shardplan, which numbers layouts in another way: plan anew"

@@ -72,13 +72,17 @@ class PlannedArgument:
 class Recipe:
     """What makes a plan's schedule again from its program: the options, and a choice per variable of the network.
 
-    ``network`` is a digest of those variables; ``fingerprint`` is that of the program, where it is not at hand.
+    ``network`` is a digest of those variables; ``fingerprint`` is that of the user's own program, where it is not at
+    hand or was rewritten.
     """
 
     options: Options
     choices: tuple[int, ...] = field(repr=False)
     network: str
     fingerprint: str | None = None
+    recomputed: tuple[int, ...] | None = None
+    """The values of the user's own program that are computed again (`shardplan.program.recompute`), None where it is
+    planned as it is."""
 
 
 class ScheduleToBe:

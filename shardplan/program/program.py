@@ -73,7 +73,8 @@ class Constant:
 class Operation:
     """One equation: a primitive with parameters, its operands (value indices or constants) and results.
 
-    ``bodies`` are the regions of a loop or of branches, ``region`` is the one that the operation runs in.
+    ``bodies`` are the regions of a loop or of branches, ``region`` is the one that the operation runs in. ``again``
+    tells that it makes a residual again (`shardplan.program.recompute`).
     """
 
     index: int
@@ -85,6 +86,12 @@ class Operation:
     equation: _jax.Equation = field(repr=False)
     region: int = 0
     bodies: tuple[int, ...] = ()
+    again: bool = False
+
+    @property
+    def read(self) -> list[int]:
+        """The operands that are values."""
+        return [operand for operand in self.operands if isinstance(operand, int)]
 
     @property
     def scope(self) -> str:
