@@ -50,7 +50,7 @@ class ResidualGraph:
         self._schedule, self._place = schedule, lifetimes.place
         self._choices = schedule.problem.encode(schedule.assignment)
         self.profile: Array = lifetimes.profile(self._choices)
-        self.residuals = residuals(self.program)
+        self.residuals = _worth_making_again(schedule)
         self._known = frozenset(self.residuals)
         self.sources = _sources(self.program)
         self._uses = self._late_uses()
@@ -217,6 +217,20 @@ class ResidualGraph:
             flops[value] = 0.0 if choices is None or strategy is None else choices.flops / strategy.degree
             seconds[value] = prices.work(flops[value], moved, self.program.values[value].dtype, 1)
         return flops, seconds
+
+
+def _worth_making_again(schedule: Schedule) -> tuple[int, ...]:
+    """The residuals that may be recomputed. What is made of the state alone, such as weights in a narrower type, is
+    not where devices share it: it would be gathered again, which layouts decide."""
+    program = schedule.program
+    if schedule.space.mesh.device_count == 1:
+        return residuals(program)
+    state = {program.inputs[position] for position in program.ties.values()}
+    for index in sorted(early(program)):
+        operation = program.operations[index]
+        if state.issuperset(operation.read):
+            state.update(operation.results)
+    return tuple(value for value in residuals(program) if value not in state)
 
 
 def _sources(program: Program) -> Mapping[int, tuple[int, ...]]:

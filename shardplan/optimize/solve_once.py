@@ -53,7 +53,8 @@ class Search:
     """How to search: by a method of ``shardplan.search``, for so long, within so many bytes per device.
 
     ``donated`` are positions of inputs whose memory the outputs take. ``excess``: per operation, by index, bytes that a
-    compiled program held there above what was counted.
+    compiled program held there above what was counted. ``briefly`` gives up where the first searches find nothing
+    within the limit: there is more than layouts that may make the step fit.
     """
 
     method: str
@@ -61,6 +62,7 @@ class Search:
     limit_bytes: float
     donated: frozenset[int]
     excess: Mapping[int, float] = field(default_factory=dict)
+    briefly: bool = False
 
 
 def find(

@@ -42,6 +42,8 @@ def search_within(problem: Problem, search: Search) -> Found:
     free = task.count(solution)  # however late it is
     if free.peak_bytes <= task.limit:
         return free
+    if search.briefly and float(free.lifetimes.least().max()) > CLEARLY * task.limit:
+        raise refusal(task, State(free, task.limit).take(free))
     task = replace(task, budget=budget_of(problem, solution), begun=solution.choices if begun is None else begun)
     state, rows = run_stages(task, State(free, task.limit).take(free))
     if (best := state.best) is None:
@@ -70,6 +72,8 @@ def run_stages(task: Task, state: State) -> tuple[State, tuple[Mapping[str, floa
     """The state after all stages, and a row for each."""
     rows = list[Mapping[str, float | str]]()
     for name, stage in STAGES:
+        if task.search.briefly and stage is lowest_peak and state.best is None:
+            break
         with suppress(OutOfTime):  # what was found by then is kept
             for after in stage(task, state):
                 state = after

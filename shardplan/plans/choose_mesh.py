@@ -118,7 +118,8 @@ def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options)
             continue
         try:
             rebuild = partial(build_problem, program, candidate.mesh, options)
-            plan = plan_problem(candidate.problem, candidate.mesh, options, candidate.seconds, rebuild=rebuild)
+            spent, again = candidate.seconds, {"rebuild": rebuild, "may_recompute": True}
+            plan = plan_problem(candidate.problem, candidate.mesh, options, spent, **again)
         except InfeasibleError as error:
             failure = failure or error
             row["lower_bound"] = np.inf

@@ -34,7 +34,7 @@ NEAR_LIMIT = 0.85
 """A plan with a lower share of its limit is not compiled: predicted peaks are hardly ever so far off."""
 
 LESS = 0.99
-"""The share of the limit that a plan which computes values again is planned for at most, where one before exceeds it."""
+"""The share of the limit for which values are chosen again where what was compiled exceeds the limit."""
 
 MOST_ROUNDS = 3
 """Searches after the first. Each is cut off from what was compiled before; a fourth hardly ever finds more."""

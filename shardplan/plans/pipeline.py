@@ -73,11 +73,13 @@ def plan_program(
     method: str = "auto",
     excess: Mapping[int, float] = MappingProxyType({}),
     recomputed: frozenset[int] | None = None,
+    may_recompute: bool = False,
 ) -> PlanData:
     """Plans a traced program over one mesh by a method of ``shardplan.search``; ``prepare`` may exclude choices.
 
     ``excess``: per operation, by index, bytes that a compiled program held there above what was counted.
-    ``recomputed``: the values that are computed again, None for the program as it is."""
+    ``recomputed``: the values that are computed again, None for the program as it is.
+    ``may_recompute``: where the first searches find no layout that fits, there is more to try by the options."""
     started = time.perf_counter()
     changed = program if recomputed is None else recomputing(program, recomputed)
 
@@ -88,7 +90,8 @@ def plan_program(
         return problem
 
     problem = build()
-    found = plan_problem(problem, mesh, options, time.perf_counter() - started, method, build, excess)
+    spent = time.perf_counter() - started
+    found = plan_problem(problem, mesh, options, spent, method, build, excess, may_recompute)
     if recomputed is None:
         return found
     recipe = replace(found.recipe, fingerprint=program.fingerprint(), recomputed=tuple(sorted(recomputed)))
@@ -103,9 +106,10 @@ def plan_problem(
     method: str = "auto",
     rebuild: Callable[..., Problem] | None = None,
     excess: Mapping[int, float] = MappingProxyType({}),
+    may_recompute: bool = False,
 ) -> PlanData:
     """Plans a problem over its mesh; ``spent_seconds`` were spent on it before, ``rebuild`` prices it at a share, or
-    with the memory traffic of repeated work. ``excess`` as for `plan_program`."""
+    with the memory traffic of repeated work. ``excess`` and ``may_recompute`` as for `plan_program`."""
     started = time.perf_counter()
     doing("stating the choices")
     program, variables = problem.program, len(problem.network)  # the network is built here
@@ -114,7 +118,8 @@ def plan_problem(
     donated = donated_places(options)
     limit = memory_limit_of(options)
     _check_arguments(problem, limit)
-    search = Search(method, options.time_limit, limit, donated_leaves(program, donated), excess=excess)
+    leaves, more = donated_leaves(program, donated), bool(options.fit) and may_recompute
+    search = Search(method, options.time_limit, limit, leaves, excess=excess, briefly=more)
     timed = options.objective == "time"
     found = (search_balanced if timed else search_sharing)(problem, search, rebuild)
     solution, schedule = found.solution, found.schedule

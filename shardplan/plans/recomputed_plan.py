@@ -43,7 +43,7 @@ def plan_to_fit(
     Raises InfeasibleError where nothing fits.
     """
     try:
-        return plan_program(program, mesh, options, excess=excess)
+        return plan_program(program, mesh, options, excess=excess, may_recompute=True)
     except InfeasibleError as refused:
         return plan_recomputing(program, mesh, options, refused)
 
