@@ -28,6 +28,9 @@ from shardplan.program.program import Program
 _MOST_PLANS = 4
 """Plans of rewritten programs. Each aims at what the one before has missed."""
 
+_MOST_CHOICES = 10
+"""Choices of what is recomputed, of which some are known by then."""
+
 _NEAR = 0.97
 """The share of the limit from which on a plan that fits is not looked for with less recomputed."""
 
@@ -76,18 +79,21 @@ class _Tries:
 
     def search(self) -> None:
         """Plans with what is chosen for the limit, then with what is chosen for as much less or more as was missed."""
-        target, tried = self._limit, {frozenset[int]()}
-        for _ in range(_MOST_PLANS):
+        target, planned = self._limit, {frozenset[int]()}
+        for _ in range(_MOST_CHOICES):
             chosen = choose_recomputed(self._graph, target)
-            if chosen in tried:
+            if chosen not in planned:
+                planned.add(chosen)
+                doing(f"planning with {len(chosen)} values recomputed")
+                plan = self._plan(chosen, _NO_LIMIT)
+                self._take(plan)
+                target += self._limit - plan.peak_bytes
+                if len(planned) > _MOST_PLANS or _NEAR * self._limit <= plan.peak_bytes <= self._limit:
+                    return
+            elif self.best is not None:
                 return
-            tried.add(chosen)
-            doing(f"planning with {len(chosen)} values recomputed")
-            plan = self._plan(chosen, _NO_LIMIT)
-            self._take(plan)
-            if _NEAR * self._limit <= plan.peak_bytes <= self._limit:
-                return
-            target += self._limit - plan.peak_bytes
+            else:
+                target *= _NEAR
 
     def within_limit(self, refused: InfeasibleError) -> PlanData:
         """The leanest program with layouts that hold less. Raises InfeasibleError with the least peak of all."""
@@ -115,7 +121,9 @@ class _Tries:
             self.best = plan
 
     def _seconds(self, plan: PlanData) -> float:
-        return self._graph.estimate(plan.recipe.recomputed or ())[1]
+        """The seconds of what is made again, and of what is sent, alone."""
+        link = plan.schedule.problem.prices.hardware.intra_host
+        return self._graph.estimate(plan.recipe.recomputed or ())[1] + plan.communication_bytes / link.bytes_per_second
 
     def _rows(self, recomputed: Collection[int]) -> list[dict[str, object]]:
         """What is recomputed by module and primitive: bytes of a device that wait no longer, and work that is added."""

@@ -29,7 +29,7 @@ from shardplan import _jax
 from shardplan.memoize import memoize
 from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.prune import prune
-from shardplan.program.residuals import early, is_fixed, materialised
+from shardplan.program.residuals import PRODUCTS, early, is_fixed, materialised
 
 
 @memoize
@@ -125,9 +125,9 @@ class _Rewriting:
             if operation.index not in forward:
                 self._prepare(operation)
                 operation = replace(operation, operands=tuple(map(self._read, operation.operands)))
-                self._pending += [r for r in operation.results if r in self._ends]
             self._operations += [*inner, operation]
             inner.clear()
+            self._release(operation)
         outputs = tuple(self._now.get(o, o) if isinstance(o, int) else o for o in old.outputs)
         whole = replace(old.regions[0], outputs=outputs)
         regions = (whole, *old.regions[1:])
@@ -143,8 +143,7 @@ class _Rewriting:
         """Adds the clones that a late operation is the first to read, behind a barrier."""
         tie = ties(self._program).get(reader.index)
         wanted = [o for o in reader.read if o in self._cloned and o not in self._clones]
-        begins = bool(self._pending) and reader.index in self._continuing and _reads_residual(self._program, reader)
-        if tie is None or not (wanted or begins):
+        if tie is None or not wanted:
             return
         made = {o.index: o for value in wanted for o in chain(self._program, self._recomputed, value, self._clones)}
         operations = [made[index] for index in sorted(made)]
@@ -154,6 +153,14 @@ class _Rewriting:
             results = tuple(self._new(result) for result in operation.results)
             self._clones |= zip(operation.results, results, strict=True)
             self._operations.append(replace(operation, operands=operands, results=results, again=True))
+
+    def _release(self, operation: Operation) -> None:
+        """Has what goes on from a product wait for the gradients of weights before it."""
+        self._pending += [result for result in operation.results if result in self._ends]
+        makers = self._program.makers
+        held = any(makers[value].primitive.name in PRODUCTS for value in self._pending)
+        if held and operation.primitive.name in PRODUCTS and operation.index in self._continuing:
+            self._barrier((), operation.results[0], operation)
 
     def _barrier(self, operations: Iterable[Operation], tie: int, reader: Operation) -> dict[int, int]:
         """Adds the barrier before some clones; gives what they read behind it, by what it was."""

@@ -23,7 +23,7 @@ from shardplan.memoize import memoize
 from shardplan.program.operation_kinds import CONVOLUTION, PRODUCT, VIEWS, is_view, readers_in
 from shardplan.program.program import Operation, Program, operand_type
 
-_PRODUCTS = frozenset({PRODUCT, CONVOLUTION, "ragged_dot_general"})
+PRODUCTS = frozenset({PRODUCT, CONVOLUTION, "ragged_dot_general"})
 _ADDITIONS = frozenset({"add", "add_any"})
 _MOVES = VIEWS | {"broadcast_in_dim", "transpose", "slice", "rev", "pad", "select_n", "iota", "dynamic_slice", "split"}
 _MOVES |= {"concatenate", "copy", "random_bits", "convert_element_type", "sharding_constraint", "device_put"}
@@ -58,7 +58,7 @@ def materialised(program: Program) -> frozenset[int]:
             size = program.values[operation.results[0]].elements
             sizes = [program.values[o].elements for o in operation.read]
             found.update(operation.results if sizes == [size, size] else ())
-        if operation.primitive.name in _PRODUCTS:
+        if operation.primitive.name in PRODUCTS:
             found.update(_shown(program, o) for o in operation.read)
     return frozenset(value for value in found if value in program.makers)
 
@@ -84,14 +84,18 @@ def _shown(program: Program, value: int) -> int:
 
 @memoize
 def border(program: Program) -> int:
-    """The operation, by index, behind which most bytes wait for a reader: results of the program do not count."""
-    makers, values = program.makers, program.values
-    leaving = {output for output in program.outputs if isinstance(output, int)}
+    """The operation, by index, behind which most bytes wait for a reader: those that lead to a product or a loop, which
+    gradients of weights do not."""
+    makers, values, leading = program.makers, program.values, set[int]()
+    for index in reversed(program.regions[0].operations):
+        operation = program.operations[index]
+        if operation.bodies or operation.primitive.name in PRODUCTS or not leading.isdisjoint(operation.results):
+            leading.update(operation.read)
     change = [0] * (len(program.operations) + 1)
     last = dict[int, int]()
     for index in program.regions[0].operations:
         last |= dict.fromkeys(program.operations[index].read, index)
-    for value in materialised(program) - leaving:
+    for value in materialised(program) & leading:
         if makers[value].region == 0 and value in last:
             change[makers[value].index] += values[value].total_bytes
             change[last[value]] -= values[value].total_bytes
