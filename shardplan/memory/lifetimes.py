@@ -68,7 +68,7 @@ class Lifetimes:
         return np.cumsum(change)[:-1]
 
     def least(self) -> Array:
-        """float [positions + 1]: bytes that a device holds in this order at least, if each buffer could be chosen alone."""
+        """float [positions + 1]: bytes that a device holds at least, if each buffer could be chosen alone."""
         change = np.zeros(self.positions + 2)
         for buffer in self.buffers:
             size = float(buffer.bytes.min())

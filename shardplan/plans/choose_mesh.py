@@ -118,8 +118,8 @@ def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options)
             continue
         try:
             rebuild = partial(build_problem, program, candidate.mesh, options)
-            spent, again = candidate.seconds, {"rebuild": rebuild, "may_recompute": True}
-            plan = plan_problem(candidate.problem, candidate.mesh, options, spent, **again)
+            problem, own, spent = candidate.problem, candidate.mesh, candidate.seconds
+            plan = plan_problem(problem, own, options, spent, rebuild=rebuild, may_recompute=True)
         except InfeasibleError as error:
             failure = failure or error
             row["lower_bound"] = np.inf

@@ -118,6 +118,8 @@ class _Explainer:
         if strategy is None:
             lines.append(("split", ["made anew in every layout that is read, from nothing"]))
             return _paragraph(_named(operation), lines)
+        if operation.again:
+            lines.append(("again", ["computes in the backward part what the forward part did not keep, to fit"]))
         lines.append(("split", [self._strategy(operation, strategy)]))
         lines.append(("work", [f"shared by {strategy.degree} of {self._mesh.device_count} devices"]))
         kept = self._schedule.assignment.values

@@ -129,6 +129,14 @@ class PlanData:
         return self.statistics.get("verified")
 
     @property
+    def recomputed(self) -> tuple[Mapping[str, Any], ...]:
+        """What is computed again to fit, a row for each ``module`` and primitive (``made_by``).
+
+        ``count``: of the values; ``bytes``: of a device that no longer wait for the backward part; ``flops`` and
+        ``seconds``: that a device works longer, by the hardware profile. Nothing where the step fits as it is."""
+        return tuple(self.statistics.get("recomputed", ()))
+
+    @property
     def mesh_axes(self) -> dict[str, int]:
         """Mesh axis names and sizes."""
         axes = mesh_axes(self.mesh)

@@ -102,8 +102,8 @@ class _Tries:
             return self._plan(recomputed, self._limit)
         except InfeasibleError as error:
             least = min(error.least_peak_bytes, self.leanest.peak_bytes, refused.least_peak_bytes)
-            said = f"recomputing {len(recomputed)} values as well, the least peak is"
-            raise InfeasibleError(f"{error} With {said} {size_text(least)}.", least) from None
+            said = f"With {len(recomputed)} values recomputed, as many as save memory, it is {size_text(least)}."
+            raise InfeasibleError(f"{error} {said}", least) from None
 
     def reported(self, plan: PlanData, lower_bound: float) -> PlanData:
         """A plan with the user's options, the bound of the program as it was, and what it recomputes."""

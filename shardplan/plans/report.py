@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from shardplan.common.tables import html_table, size_cell, size_text, text_table
 from shardplan.layout.layout import axes_of
 from shardplan.plans.plan_data import PlanData, PlannedArgument
+from shardplan.plans.recomputed_report import recomputed_text
 from shardplan.plans.repeated_work_report import repeated_text
 
 _ROWS = 40
@@ -213,6 +214,7 @@ def plan_record(plan: PlanData) -> dict[str, Any]:
         "peak_bytes": float(plan.peak_bytes),
         "host_bytes": float(plan.host_bytes),
         "verified": plan.verified,
+        "recomputed": list(plan.recomputed),
         **_time_record(plan),
         "collectives": [
             {"kind": kind, "axes": axes, "times": times, "bytes": sent}
@@ -290,7 +292,14 @@ def plan_text(plan: PlanData) -> str:
         f"  {evidence(plan)}",
         *(
             f"  {text}"
-            for text in (time_text(plan), pins_text(plan), results_text(plan), memory_text(plan), donating_text(plan))
+            for text in (
+                time_text(plan),
+                pins_text(plan),
+                results_text(plan),
+                memory_text(plan),
+                recomputed_text(plan),
+                donating_text(plan),
+            )
             if text
         ),
         *(
@@ -323,7 +332,8 @@ def plan_html(plan: PlanData) -> str:
     title = f"<b>Plan over mesh ({html.escape(mesh_text(plan.mesh_axes))})</b>{html.escape(repeated_text(plan))}"
     return (
         f"<div>{title}<br>{html.escape(evidence(plan))}<br>"
-        f"{html.escape(time_text(plan))}<br>{html.escape(pins_text(plan))}<br>{html.escape(memory_text(plan))}"
+        f"{html.escape(time_text(plan))}<br>{html.escape(pins_text(plan))}<br>{html.escape(memory_text(plan))}<br>"
+        f"{html.escape(recomputed_text(plan))}"
         f"{html_table(_TRAFFIC_HEADER, _traffic_rows(plan), numbers=(2, 3))}"
         f"{html_table(_LAYOUT_HEADER, _layout_rows(groups), numbers=(3, 4))}<div>{drawn}</div></div>"
     )

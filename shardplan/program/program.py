@@ -98,6 +98,11 @@ class Operation:
         """The name that the operation carries in the compiled program's metadata."""
         return f"op{self.index}"
 
+    @property
+    def scopes(self) -> str:
+        """The scopes that it runs in: its own, and a mark where it makes a residual again."""
+        return f"{self.scope}/again" if self.again else self.scope
+
 
 @dataclass(frozen=True, slots=True)
 class Region:

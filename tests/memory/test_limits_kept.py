@@ -95,7 +95,7 @@ def _peak_in_its_own_order(plan):
 def test_what_cannot_fit_says_how_little_it_needs_and_what_is_largest():
     step, state, batch = _training()
     with pytest.raises(InfeasibleError) as caught:
-        shardplan.plan(step, MESH, state, batch, memory_limit=2.2e6)
+        shardplan.plan(step, MESH, state, batch, memory_limit=2.2e6, fit=())
     message = str(caught.value)
     assert "within 2.2 MB per device" in message
     assert "by the planner's count none is below" in message
