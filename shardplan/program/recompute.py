@@ -84,7 +84,9 @@ def _from_nothing(program: Program) -> frozenset[int]:
 
 @memoize
 def ties(program: Program) -> dict[int, int]:
-    """Per late operation, by index, the last materialised gradient that it waits for."""
+    """Per late operation, by index, the gradient that it waits for: the last product or result of a loop, or where there
+    is none the first materialised value. A reduction is none: a barrier behind it would cut a softmax in two, and what
+    its two parts share would be stored."""
     found, makers, made, forward = dict[int, int](), program.makers, materialised(program), early(program)
     last = dict[int, int]()  # of each late value
     for index in program.regions[0].operations:
@@ -95,7 +97,7 @@ def ties(program: Program) -> dict[int, int]:
         if reached:
             found[index] = max(reached, key=lambda value: makers[value].index)
         for result in operation.results:
-            if result in made:
+            if operation.bodies or operation.primitive.name in PRODUCTS or (result in made and not reached):
                 last[result] = result
             elif reached:
                 last[result] = found[index]
