@@ -20,7 +20,7 @@ from typing import Any
 from shardplan.rules.analysis import WHOLE, Facts, Refusal, Split, collect, padded_split, split
 from shardplan.rules.equation import Equation, Tensor, Unknown
 from shardplan.rules.errors import RuleError
-from shardplan.rules.expression import Apply, Constant, Expression, Read, Result, Term
+from shardplan.rules.expression import Apply, Constant, Expression, Guard, Opaque, Read, Reduce, Result, Term
 from shardplan.rules.freeze import frozen
 from shardplan.rules.linear import linear_sets
 from shardplan.rules.table import express
@@ -129,6 +129,11 @@ class Rule:
         )
 
     @cached_property
+    def single(self) -> bool:
+        """Every element of every result is computed of single elements: nothing is reduced, looked up or sorted."""
+        return self.expression is not None and all(_is_single(result.body) for result in self.expression.results)
+
+    @cached_property
     def linear(self) -> tuple[frozenset[int], ...]:
         """Sets of operands through which a deferred sum may pass jointly."""
         return linear_sets(self.expression) if self.expression else ()
@@ -148,6 +153,12 @@ def _same_place(term: Term, result: Result, expression: Expression) -> bool:
         case Constant():
             return True
     return False
+
+
+def _is_single(term: Term) -> bool:
+    if isinstance(term, Apply):
+        return all(map(_is_single, term.arguments))
+    return _is_single(term.body) if isinstance(term, Guard) else not isinstance(term, Reduce | Opaque)
 
 
 _cache: dict[Any, Rule] = {}

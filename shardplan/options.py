@@ -20,6 +20,9 @@ from shardplan.layout.objectives import OBJECTIVES
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
+FITS = ("recompute",)
+"""What a plan may do where a step does not fit."""
+
 MOST_REFINED = 8
 """The most plans that `refine` compares."""
 
@@ -46,6 +49,7 @@ class Options:
     like: Any = None
     keep_unused: bool = False
     compiler_options: Mapping[str, Any] | None = None
+    fit: Sequence[str] = ("recompute",)
     results: Mapping[str, PartitionSpec] | None = None
     """The layouts of results by their paths, from ``out_shardings`` or their types. Planning sets them."""
 
@@ -69,6 +73,7 @@ class Options:
             raise ArgumentError(f"refine is a number of plans from 1 to {MOST_REFINED}, got `{self.refine}`")
         if self.verify is not None and not isinstance(self.verify, bool):
             raise ArgumentError(f"verify is True, False or None, got `{self.verify!r}`")
+        _check_fit(self.fit)
         if not isinstance(self.keep_unused, bool):
             raise ArgumentError(f"keep_unused is True or False, got `{self.keep_unused!r}`")
         if self.compiler_options is not None and not isinstance(self.compiler_options, Mapping):
@@ -117,6 +122,13 @@ def as_positions(argnums: int | Iterable[int] | None) -> tuple[int, ...]:
 
 def _is_positive(number: Any) -> bool:
     return isinstance(number, Real) and not isinstance(number, bool) and float(number) > 0
+
+
+def _check_fit(given: Any) -> None:
+    words = [f"`{word}`" for word in given if word not in FITS] if isinstance(given, tuple | list) else [f"`{given!r}`"]
+    if words:
+        known = ", ".join(f"('{word}',)" for word in FITS)
+        raise ArgumentError(f"fit is a tuple of what may make a step fit, () or {known}; got {', '.join(words)}")
 
 
 def _check_reduce_dtype(given: Any) -> None:

@@ -77,7 +77,7 @@ class Replay:
     def _run_region(self, region: int) -> None:
         for index in self._program.regions[region].operations:
             operation = self._program.operations[index]
-            with jax.named_scope(operation.scope):
+            with jax.named_scope(operation.scopes):
                 if operation.bodies:
                     self._run_bodies(operation)
                 elif index in self._schedule.assignment.strategies:

@@ -66,6 +66,15 @@ class Lifetimes:
                 change[buffer.end + 1] -= size
         return np.cumsum(change)[:-1]
 
+    def least(self) -> Array:
+        """float [positions + 1]: bytes that a device holds at least, if each buffer could be chosen alone."""
+        change = np.zeros(self.positions + 2)
+        for buffer in self.buffers:
+            size = float(buffer.bytes.min())
+            change[buffer.start] += size
+            change[buffer.end + 1] -= size
+        return np.cumsum(change)[:-1]
+
     def live_values(self, position: int, choices: NDArray[np.int64]) -> list[tuple[float, int | None]]:
         """The live buffers at a position: bytes and values, the largest first."""
         found = [(b.size(choices), b.value) for b in self.buffers if b.start <= position <= b.end]

@@ -78,6 +78,7 @@ def infeasible_error(task: Task, state: State) -> InfeasibleError:
         f"the least peak found is {_size(least.peak_bytes)}{proven}. The largest tensors there, per device:\n"
         f"{''.join(lines[:5])}What helps: {', '.join(helps)}.",
         least.peak_bytes,
+        float(state.free.solution.lower_bound),
     )
 
 

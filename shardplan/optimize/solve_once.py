@@ -54,7 +54,8 @@ class Search:
     """The limits of a search: a method of ``shardplan.search``, seconds, and bytes per device.
 
     ``donated`` are positions of inputs whose memory the outputs take. ``excess``: per operation, by index, bytes that a
-    compiled program held there above its prediction.
+    compiled program held there above its prediction. ``briefly`` gives up where the first searches find nothing within
+    the limit: the step may fit by other means than layouts.
     """
 
     method: str
@@ -62,6 +63,7 @@ class Search:
     limit_bytes: float
     donated: frozenset[int]
     excess: Mapping[int, float] = field(default_factory=dict)
+    briefly: bool = False
 
 
 def solve_network(

@@ -50,6 +50,8 @@ def search_within(problem: Problem, search: Search) -> FoundSchedule:
     free = task.count(solution)  # also after the time limit
     if free.peak_bytes <= task.limit:
         return free
+    if search.briefly and float(free.lifetimes.least().max()) > CLEARLY_ABOVE_RATIO * task.limit:
+        raise infeasible_error(task, State(free, task.limit).take(free))
     task = replace(task, budget=budget_of(problem, solution), begun=solution.choices if begun is None else begun)
     state, rows = run_stages(task, State(free, task.limit).take(free))
     if (best := state.best) is None:
@@ -80,6 +82,8 @@ def run_stages(task: Task, state: State) -> tuple[State, tuple[Mapping[str, floa
     """The state after all stages, and a row for each."""
     rows = list[Mapping[str, float | str]]()
     for name, stage in STAGES:
+        if task.search.briefly and stage is lowest_peak and state.best is None:
+            break
         with suppress(TimeLimitReached):  # the state found by then is kept
             for after in stage(task, state):
                 state = after

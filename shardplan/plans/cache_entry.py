@@ -22,10 +22,11 @@ from shardplan.layout.mesh import mesh_axes
 from shardplan.options import Options
 from shardplan.plans.cache import VARIABLE
 from shardplan.plans.file import Statistics, argument_entry, check_collectives, check_layouts, choices_of, plain
-from shardplan.plans.pipeline import donated_places, schedule_of
+from shardplan.plans.pipeline import donated_places, rewritten, schedule_of
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe, ScheduleToBe
 from shardplan.problem.schedule import Schedule
 from shardplan.program.program import Program
+from shardplan.program.residuals import residuals
 
 
 class KeptEntries(TypedDict):
@@ -34,6 +35,7 @@ class KeptEntries(TypedDict):
     mesh: Mapping[str, int]
     choices: str
     network: str
+    recomputed: tuple[int, ...] | None
     objective: float
     lower_bound: float | None
     peak_bytes: float
@@ -54,6 +56,7 @@ def kept_entry(plan: PlanData, remarks: Sequence[bool]) -> dict[str, Any]:
         "mesh": plan.mesh_axes,
         "choices": " ".join(map(str, plan.recipe.choices)),
         "network": plan.recipe.network,
+        "recomputed": plain(plan.recipe.recomputed),
         "objective": plan.objective,
         "lower_bound": plan.lower_bound if np.isfinite(plan.lower_bound) else None,
         "peak_bytes": float(plan.peak_bytes),
@@ -80,24 +83,30 @@ def restored(
     planned = [(argument.path, argument.shape, argument.dtype) for argument in entry["arguments"]]
     same = planned == [(value.name or "", value.shape, str(value.dtype)) for value in inputs]
     check(same, "entry.arguments", content["arguments"], "the arguments of the program")
+    recomputed, own = entry["recomputed"], None if entry["recomputed"] is None else program.fingerprint()
+    known = not recomputed or {*recomputed} <= {*residuals(program)}
+    check(known, "entry.recomputed", recomputed, "residuals of the program")
+    recipe = Recipe(options, choices_of(entry["choices"]), entry["network"], own, recomputed)
+    planned_program = rewritten(program, recipe)
     figures = entry["objective"], entry["lower_bound"] or 0.0, entry["peak_bytes"], entry["host_bytes"]
     check(all(map(math.isfinite, figures)), "entry", figures, "finite numbers")
     check_layouts(entry["arguments"], entry["mesh"])
     check_collectives([sent for sent, _ in entry["collectives"]], entry["mesh"])
-    known = {None, *range(len(program.operations))}
-    check({at for _, at in entry["collectives"]} <= known, "entry.collectives", len(known), "operations of the program")
-    recipe = Recipe(options, choices_of(entry["choices"]), entry["network"])
+    places = {None, *range(len(planned_program.operations))}
+    check(
+        {at for _, at in entry["collectives"]} <= places, "entry.collectives", len(places), "operations of the program"
+    )
     bound = entry["lower_bound"]
     plan = PlanData(
         mesh=mesh,
         objective=entry["objective"],
         lower_bound=-np.inf if bound is None else bound,
         peak_bytes=entry["peak_bytes"],
-        collectives=tuple(_with_source(program, sent, at) for sent, at in entry["collectives"]),
+        collectives=tuple(_with_source(planned_program, sent, at) for sent, at in entry["collectives"]),
         statistics=content["statistics"],
         arguments=entry["arguments"],
         recipe=recipe,
-        built=ScheduleToBe(program, partial(_schedule, program, mesh, recipe)),
+        built=ScheduleToBe(planned_program, partial(_schedule, program, mesh, recipe)),
         donated=donated_places(options),
         host_bytes=entry["host_bytes"],
     )

@@ -30,11 +30,11 @@ from shardplan.plans.pipeline import (
     DEFAULT_HARDWARE,
     build_problem,
     plan_problem,
-    plan_program,
     remarks_on_layouts,
     remarks_on_operations,
 )
 from shardplan.plans.plan_data import PlanData
+from shardplan.plans.recomputed_plan import plan_recomputing, plan_to_fit
 from shardplan.problem.cost_network import Problem
 from shardplan.program.program import Program
 from shardplan.search import solve
@@ -58,7 +58,7 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
         spent = {"build": time.perf_counter() - started, "search": 0.0}
         plan = replace(plan, statistics={**plan.statistics, "cached": True, "seconds": spent})
     else:
-        plan = plan_program(program, meshes[0], options) if len(meshes) == 1 else _best(program, meshes, options)
+        plan = plan_to_fit(program, meshes[0], options) if len(meshes) == 1 else _best(program, meshes, options)
         plan = verified(plan, options, partial(_plan_with_excess, program, plan.mesh))
         plan = with_reports(plan, program, options)
         on_operations = on_layouts = True
@@ -100,7 +100,7 @@ def _plan_with_excess(
     program: Program, mesh: Mesh | AbstractMesh, options: Options, excess: Mapping[int, float]
 ) -> PlanData:
     """Plans the program once more over one mesh, with excess bytes per operation."""
-    return plan_program(program, mesh, options, excess=excess)
+    return plan_to_fit(program, mesh, options, excess)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +126,19 @@ def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options)
             continue
         try:
             rebuild = partial(build_problem, program, candidate.mesh, options)
-            plan = plan_problem(candidate.problem, candidate.mesh, options, candidate.seconds, rebuild=rebuild)
+            problem, own, spent = candidate.problem, candidate.mesh, candidate.seconds
+            plan = plan_problem(problem, own, options, spent, rebuild=rebuild, may_recompute=True)
         except InfeasibleError as error:
-            failure = error
+            failure = failure or error
             row["lower_bound"] = np.inf
             continue
         row |= {"objective": plan.objective, "lower_bound": plan.lower_bound, "sent": plan.communication_bytes}
         if best is None or plan.objective < best.objective:
             best = plan
     if best is None:
-        raise failure or InfeasibleError("no mesh was planned within the time limit")
+        if failure is None:
+            raise InfeasibleError("no mesh was planned within the time limit")
+        best = plan_recomputing(program, candidates[0].mesh, options, failure)
     return replace(best, statistics={**best.statistics, "meshes": rows})
 
 

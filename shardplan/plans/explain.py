@@ -119,6 +119,8 @@ class _Explainer:
         if strategy is None:
             lines.append(("split", ["generated in the layout of each reader"]))
             return _paragraph(_named(operation), lines)
+        if operation.again:
+            lines.append(("again", ["computes in the backward part what the forward part did not keep, to fit"]))
         lines.append(("split", [self._strategy(operation, strategy)]))
         lines.append(("work", [f"shared by {strategy.degree} of {self._mesh.device_count} devices"]))
         kept = self._schedule.assignment.values

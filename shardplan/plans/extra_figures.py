@@ -50,7 +50,7 @@ def with_reports(plan: PlanData, program: Program, options: Options) -> PlanData
     """
     statistics = {**plan.statistics, "reductions": reduction_bytes(plan.schedule)}
     if options.pins:
-        free = _without_pins(plan, program, replace(options, pins=None))
+        free = _without_pins(plan, plan.program, replace(options, pins=None))
         statistics["pins"] = {
             "objective": max(0.0, plan.objective - free.objective),
             "communication_bytes": plan.communication_bytes - free.communication_bytes,

@@ -61,7 +61,20 @@ class OptionEntries(TypedDict):
     donate_argnames: tuple[str, ...] | None
     keep_unused: bool
     compiler_options: Mapping[str, str | bool | float] | None
+    fit: tuple[str, ...]
     results: Mapping[str, PartitionSpec] | None
+
+
+class RecomputedRow(TypedDict):
+    """Values of a part of the model that are computed again: the bytes of a device that wait no longer, and the work of
+    a device that is added."""
+
+    module: str
+    made_by: str
+    count: int
+    bytes: float
+    flops: float
+    seconds: float
 
 
 class Figures(TypedDict):
@@ -123,6 +136,7 @@ class Statistics(TypedDict):
     meshes: NotRequired[tuple[MeshRow, ...]]
     refined: NotRequired[tuple[RefinedRow, ...]]
     verified: NotRequired[Verified]
+    recomputed: NotRequired[tuple[RecomputedRow, ...]]
 
 
 class PlanEntries(TypedDict):
@@ -138,13 +152,14 @@ class PlanEntries(TypedDict):
     statistics: Statistics
     network: str
     choices: str
+    recomputed: tuple[int, ...] | None
 
 
 _RESOLVED = ("in_shardings", "out_shardings", "like")
 """Options that become pins and layouts of results after a trace."""
 
 _FORMAT = "shardplan plan"
-_FORMAT_VERSION = 4
+_FORMAT_VERSION = 5
 
 
 def save_plan(plan: PlanData, path: str | PathLike[str]) -> None:
@@ -219,6 +234,7 @@ def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path
             choices=choices_of(entries["choices"]),
             network=entries["network"],
             fingerprint=entries["fingerprint"],
+            recomputed=entries["recomputed"],
         ),
         built=None,
         donated=entries["donated"],
@@ -279,6 +295,7 @@ def _content(plan: PlanData) -> dict[str, Any]:
         "statistics": plain(plan.statistics),
         "network": plan.recipe.network,
         "choices": " ".join(map(str, plan.recipe.choices)),
+        "recomputed": plain(plan.recipe.recomputed),
     }
 
 

@@ -32,7 +32,9 @@ from shardplan.problem.host_memory import host_bytes
 from shardplan.problem.schedule import Schedule
 from shardplan.problem.uneven_sizes import padded_sizes
 from shardplan.program.program import Operation, Program
+from shardplan.program.recompute import recomputing
 from shardplan.program.regions.region import region_of
+from shardplan.program.residuals import residuals
 from shardplan.timing.step_time import timing_of
 
 DEFAULT_HARDWARE = "h100"
@@ -72,20 +74,30 @@ def plan_program(
     prepare: Callable[[Problem], None] | None = None,
     method: str = "auto",
     excess: Mapping[int, float] = MappingProxyType({}),
+    recomputed: frozenset[int] | None = None,
+    may_recompute: bool = False,
 ) -> PlanData:
     """Plans a traced program over one mesh by a method of ``shardplan.search``. ``prepare`` may exclude choices.
 
-    ``excess``: per operation, by index, bytes that a compiled program held there above its prediction."""
+    ``excess``: per operation, by index, bytes that a compiled program held there above its prediction.
+    ``recomputed``: the values that are computed again, None for the program as it is.
+    ``may_recompute``: the options allow more than layouts, so a search that finds no layout gives up early."""
     started = time.perf_counter()
+    changed = program if recomputed is None else recomputing(program, recomputed)
 
     def build(share: float = LEAST_SHARE, traffic: Mapping[int, int] | None = None) -> Problem:
-        problem = build_problem(program, mesh, options, share, traffic)
+        problem = build_problem(changed, mesh, options, share, traffic)
         if prepare is not None:
             prepare(problem)
         return problem
 
     problem = build()
-    return plan_problem(problem, mesh, options, time.perf_counter() - started, method, build, excess)
+    spent = time.perf_counter() - started
+    found = plan_problem(problem, mesh, options, spent, method, build, excess, may_recompute)
+    if recomputed is None:
+        return found
+    recipe = replace(found.recipe, fingerprint=program.fingerprint(), recomputed=tuple(sorted(recomputed)))
+    return replace(found, recipe=recipe)
 
 
 def plan_problem(
@@ -96,11 +108,12 @@ def plan_problem(
     method: str = "auto",
     rebuild: Callable[..., Problem] | None = None,
     excess: Mapping[int, float] = MappingProxyType({}),
+    may_recompute: bool = False,
 ) -> PlanData:
     """Plans a problem over its mesh.
 
     ``spent_seconds`` is the time spent on it before. ``rebuild`` prices it at a share, or with the memory traffic of
-    repeated work. ``excess`` as for `plan_program`."""
+    repeated work. ``excess`` and ``may_recompute`` as for `plan_program`."""
     started = time.perf_counter()
     set_stage("stating the choices")
     program, variables = problem.program, len(problem.network)  # the network is built here
@@ -109,7 +122,8 @@ def plan_problem(
     donated = donated_places(options)
     limit = memory_limit_of(options)
     _check_arguments(problem, limit)
-    search = Search(method, options.time_limit, limit, donated_leaves(program, donated), excess=excess)
+    leaves, more = donated_leaves(program, donated), bool(options.fit) and may_recompute
+    search = Search(method, options.time_limit, limit, leaves, excess=excess, briefly=more)
     found = SEARCHES[options.objective](problem, search, rebuild)
     solution, schedule = found.solution, found.schedule
     schedule.problem.network.derived.clear()  # tables of the search, which the plan would keep in memory
@@ -158,12 +172,24 @@ def rebuild(plan: Made, program: Program) -> Made:
     raise PlanMismatchError("the plan was made by another version of shardplan, with other prices: plan again")
 
 
+def rewritten(program: Program, recipe: Recipe) -> Program:
+    """The program that a recipe plans, which may make some values again.
+
+    Raises PlanMismatchError where it has no such values.
+    """
+    if recipe.recomputed is None:
+        return program
+    if not {*recipe.recomputed} <= {*residuals(program)}:
+        raise PlanMismatchError("the plan computes other values again than the program has: plan anew")
+    return recomputing(program, frozenset(recipe.recomputed))
+
+
 def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> Schedule:
     """The schedule of a recipe and its program, without a search.
 
     Raises PlanMismatchError if this version builds another problem of it.
     """
-    problem = build_problem(program, mesh, recipe.options)
+    problem = build_problem(rewritten(program, recipe), mesh, recipe.options)
     if problem.variables.digest() != recipe.network:
         raise PlanMismatchError(
             "the plan was made by another version of shardplan, with other numbers of layouts: plan again"

@@ -72,13 +72,16 @@ class PlannedArgument:
 class Recipe:
     """The inputs that rebuild a plan's schedule from its program: the options, and a choice per network variable.
 
-    ``network`` is a digest of these variables. ``fingerprint`` is that of a missing program.
-    """
+    ``network`` is a digest of these variables. ``fingerprint`` is that of the user's own program, if it is missing or
+    was rewritten. """
 
     options: Options
     choices: tuple[int, ...] = field(repr=False)
     network: str
     fingerprint: str | None = None
+    recomputed: tuple[int, ...] | None = None
+    """The values of the user's own program that are computed again (`shardplan.program.recompute`), None where it is
+    planned as it is."""
 
 
 class ScheduleToBe:
@@ -123,6 +126,14 @@ class PlanData:
         """The compiler of ``peak_bytes``: the ``target``, the version of ``jaxlib``, and a row per plan of the
         ``rounds`` (predicted and compiled peak, bytes sent, seconds to compile). None for a predicted peak."""
         return self.statistics.get("verified")
+
+    @property
+    def recomputed(self) -> tuple[Mapping[str, Any], ...]:
+        """What is computed again to fit, a row for each ``module`` and primitive (``made_by``).
+
+        ``count``: of the values; ``bytes``: of a device that no longer wait for the backward part; ``flops`` and
+        ``seconds``: that a device works longer, by the hardware profile. Nothing where the step fits as it is."""
+        return tuple(self.statistics.get("recomputed", ()))
 
     @property
     def mesh_axes(self) -> dict[str, int]:

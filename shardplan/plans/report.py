@@ -22,6 +22,7 @@ from shardplan.hardware import load
 from shardplan.layout.layout import axes_of
 from shardplan.layout.objectives import OBJECTIVES
 from shardplan.plans.plan_data import PlanData, PlannedArgument
+from shardplan.plans.recomputed_report import recomputed_text
 from shardplan.plans.repeated_work_report import repeated_text
 
 _MAX_ROWS = 40
@@ -240,6 +241,7 @@ def plan_record(plan: PlanData) -> dict[str, Any]:
         "peak_bytes": float(plan.peak_bytes),
         "host_bytes": float(plan.host_bytes),
         "verified": plan.verified,
+        "recomputed": list(plan.recomputed),
         **_time_record(plan),
         "collectives": [
             {"kind": kind, "axes": axes, "times": times, "bytes": sent}
@@ -310,7 +312,15 @@ def donating_text(plan: PlanData) -> str:
     return f"{' and '.join(said)} would save up to {size}: results replace what comes in there"
 
 
-_LINE_TEXTS = (links_text, time_text, pins_text, results_text, memory_text, donating_text)
+_LINE_TEXTS = (
+    links_text,
+    time_text,
+    pins_text,
+    results_text,
+    memory_text,
+    recomputed_text,
+    donating_text,
+)
 """The texts of a plan of one line each. An empty text has no line."""
 
 

@@ -73,8 +73,8 @@ class Constant:
 class Operation:
     """One equation: a primitive with parameters, its operands (value indices or constants) and results.
 
-    ``bodies`` are the regions of a loop or of branches. ``region`` is the region of the operation.
-    """
+    ``bodies`` are the regions of a loop or of branches. ``region`` is the region of the operation. ``again`` marks a
+    clone that makes a residual again (`shardplan.program.recompute`). """
 
     index: int
     primitive: _jax.Primitive
@@ -85,11 +85,22 @@ class Operation:
     equation: _jax.Equation = field(repr=False)
     region: int = 0
     bodies: tuple[int, ...] = ()
+    again: bool = False
+
+    @property
+    def read(self) -> list[int]:
+        """The operands that are values."""
+        return [operand for operand in self.operands if isinstance(operand, int)]
 
     @property
     def scope(self) -> str:
         """The name of the operation in the compiled program's metadata."""
         return f"op{self.index}"
+
+    @property
+    def scopes(self) -> str:
+        """The scopes that it runs in: its own, and a mark where it makes a residual again."""
+        return f"{self.scope}/again" if self.again else self.scope
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from shardplan.program.control_flow import stated_trip_count, while_trip_count
 from shardplan.program.hoist_conversions import hoist_conversions
 from shardplan.program.inline_single_trip_scans import body_of_single_trip, undone_by
 from shardplan.program.program import Constant, Operation, Program, Region, Value
+from shardplan.program.prune import prune
 from shardplan.program.regions._jax import without_unused
 from shardplan.program.reuse_sums import reuse_results
 from shardplan.program.shifted_slices import shift_slices
@@ -59,7 +60,7 @@ def trace_program(
     refs = {position for position, aval in enumerate(traced.jaxpr.in_avals) if _jax.is_ref_type(aval)}
     ties = _find_ties(input_paths, [path for path, _ in output_paths], inputs, outputs, builder, refs)
     ties |= {n: position for n, position in written.items() if position < count and isinstance(outputs[n], int)}
-    program = _prune(
+    program = prune(
         Program(
             values=tuple(builder.values),
             operations=tuple(builder.operations),
@@ -75,8 +76,12 @@ def trace_program(
             written={number: values[position] for number, position in written.items()},
         )
     )
-    hoisted = hoist_conversions(_prune(shift_slices(program)))
-    return _prune(clone_broadcasts(_prune(reuse_results(_prune(hoisted), every=builder.unrolled))))
+    hoisted = hoist_conversions(prune(shift_slices(program)))
+    return prune(clone_broadcasts(prune(reuse_results(prune(hoisted), every=builder.unrolled))))
+
+
+_NAMING = "name"
+"""What ``checkpoint_name`` leaves: its result is its operand. Checkpoint policies have read the names by now."""
 
 
 class _Builder:
@@ -137,6 +142,8 @@ class _Builder:
             results: Sequence[int | Constant]
             if undone is not None:
                 results = [undone]
+            elif equation.primitive.name == _NAMING:
+                results = operands
             elif body is None:
                 params = _jax.without_empty_shardings(equation.params)
                 bodies = self._bodies(equation, tuple(operands), captured)
@@ -224,29 +231,6 @@ def _undescribed_body(equation: _jax.Equation) -> _jax.CallBody | None:
         return None
     types = [[var.aval for var in side] for side in (equation.invars, equation.outvars)]
     return None if rules.derive(primitive, params, *types).known else _jax.body_of_function(equation)
-
-
-def _prune(program: Program) -> Program:
-    """Drops operations without readers and without effects."""
-    needed = {output for output in program.outputs if isinstance(output, int)} | {*program.written.values()}
-    kept = []
-    for operation in reversed(program.operations):
-        if operation.equation.effects or needed.intersection(operation.results):
-            kept.append(operation)
-            needed.update(o for o in operation.operands if isinstance(o, int))
-            for body in operation.bodies:
-                needed.update(o for o in program.regions[body].outputs if isinstance(o, int))
-    numbered = enumerate(reversed(kept))
-    operations = tuple(one if one.index == number else replace(one, index=number) for number, one in numbered)
-    members: dict[int, list[int]] = {}
-    for operation in operations:
-        members.setdefault(operation.region, []).append(operation.index)
-    return replace(
-        program,
-        operations=operations,
-        captured={value: array for value, array in program.captured.items() if value in needed},
-        regions=tuple(replace(r, operations=tuple(members.get(r.index, ()))) for r in program.regions),
-    )
 
 
 def _paths(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:

@@ -1,11 +1,13 @@
 """Live ranges and their bytes: by hand, against networks that a search solves, and against compiled programs."""
 
+from functools import partial
 from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import shardplan
 from shardplan.memory.model import lifetimes_of
@@ -160,3 +162,20 @@ def test_predicted_peaks_are_near_compiled_ones(name):
 
     plan = shardplan.plan(step, MESH, params, x, donate_argnums=0)
     assert plan.peak_bytes == pytest.approx(shardplan.audit(plan, "h100").compiled.memory.peak, rel=0.2)
+
+
+def test_residuals_in_host_memory():
+    """Residuals that a policy offloads take host memory, and none of a device between the two parts."""
+    names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["h"]}
+    policies, places = jax.checkpoint_policies, {"offload_src": "device", "offload_dst": "pinned_host"}
+
+    def step(policy, weights, x):
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(checkpoint_name(x @ w, "h")), policy=policy)
+        return jax.grad(lambda ws: jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0].sum())(weights)
+
+    arguments = shape(8, 256, 256), shape(8192, 256)
+    kept = planned(partial(step, policies.save_only_these_names("h")), *arguments)
+    offloaded = planned(partial(step, policies.save_and_offload_only_these_names(**names, **places)), *arguments)
+    freed = 8 * 8192 * 256 * 4
+    assert (kept.host_bytes, offloaded.host_bytes) == (0, freed)
+    assert kept.peak_bytes - offloaded.peak_bytes > 0.4 * freed

@@ -9,6 +9,7 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import shardplan
 from shardplan import _jax
@@ -34,6 +35,12 @@ def test_arrays_that_are_moved_together_are_moved_one_by_one():
     program = trace_program(lambda tree: jax.device_put(jax.tree.map(jnp.sin, tree)), ({"a": X, "b": S((8,), "f4")},))
     assert names(program).count("device_put") == 2
     assert all(len(o.operands) == len(o.results) == 1 for o in program.operations)
+
+
+def test_a_named_value():
+    """A name is no operation: the value is that of its operand."""
+    program = trace_program(lambda x: jnp.sin(checkpoint_name(jnp.cos(x), "kept")), (X,))
+    assert names(program) == ["cos", "sin"]
 
 
 @jax.custom_jvp

@@ -1,0 +1,110 @@
+"""Choosing what is recomputed: the residuals whose recomputation keeps a schedule within a memory limit.
+
+First, what saves most of the bytes above the limit per second that it adds, one kind of residual after another in all
+repeated layers at once. Then single values are kept again, as far as that fits, the dearest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.optimize.residual_graph import ResidualGraph
+
+_LEAST_SECONDS = 1e-7
+"""What making any residual again costs at least: a part of a kernel's launch."""
+
+_STEPS = 2
+"""How far around a residual kinds are told apart."""
+
+
+def choose_recomputed(graph: ResidualGraph, limit: float) -> frozenset[int]:
+    """The residuals to recompute, as few seconds of them as are found; the most where the limit is not reached."""
+    found = [_by_kinds(graph, limit, capped) for capped in (True, False)]
+    fitting = [_kept_again(graph, one, limit) for one in found if _Judged.of(graph, one, limit).excess <= 0]
+    if fitting:
+        return min(fitting, key=lambda one: graph.estimate(one)[1])
+    return min(found, key=lambda one: _Judged.of(graph, one, limit).excess)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What some residuals do: the bytes above the limit, summed over places, the seconds, and the bytes over time."""
+
+    excess: float
+    seconds: float
+    profile: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, graph: ResidualGraph, chosen: frozenset[int], limit: float) -> _Judged:
+        profile, seconds = graph.estimate(chosen)
+        return cls(float(np.maximum(profile - limit, 0.0).sum()), seconds, profile)
+
+    def saved(self, after: _Judged, limit: float, capped: bool) -> float:
+        """The bytes that a later choice saves where this one is above the limit: those above the limit alone, or all,
+        less what it adds to those above the limit elsewhere."""
+        if capped:
+            return self.excess - after.excess
+        above = self.profile > limit
+        elsewhere = np.maximum(after.profile[~above] - limit, 0.0).sum()
+        return float((self.profile[above] - after.profile[above]).sum() - elsewhere)
+
+
+def _by_kinds(graph: ResidualGraph, limit: float, capped: bool) -> frozenset[int]:
+    """One kind after another, that first which saves most per second, until the limit is reached or nothing saves."""
+    kinds, chosen = _kinds(graph), frozenset[int]()
+    now = _Judged.of(graph, chosen, limit)
+    while now.excess > 0:
+        moves = list[tuple[float, _Judged, frozenset[int]]]()
+        for kind in kinds:
+            if chosen.issuperset(kind):
+                continue
+            for more in {chosen | kind, chosen | kind | graph.fresh_sources(kind, chosen)}:
+                after = _Judged.of(graph, more, limit)
+                if after.excess < now.excess:
+                    rate = now.saved(after, limit, capped) / max(after.seconds - now.seconds, _LEAST_SECONDS)
+                    moves.append((rate, after, more))
+        if not moves:
+            break
+        _, now, chosen = max(moves, key=lambda move: move[0])
+    return chosen
+
+
+def _kept_again(graph: ResidualGraph, chosen: frozenset[int], limit: float) -> frozenset[int]:
+    """Fewer of the chosen, those first that take longest for what they save."""
+    now = _Judged.of(graph, chosen, limit)
+    for value in sorted(chosen, key=lambda one: (-graph.seconds[one] / max(graph.sizes[one], 1.0), one)):
+        after = _Judged.of(graph, chosen - {value}, limit)
+        if after.excess <= 0 and after.seconds <= now.seconds:
+            chosen, now = chosen - {value}, after
+    return chosen
+
+
+def _kinds(graph: ResidualGraph) -> Sequence[frozenset[int]]:
+    """The residuals of one kind each: made in one way, of residuals of equal kinds, and read by such. Repeated layers
+    have the same kinds, but for the first and the last of them."""
+    program, readers = graph.program, dict[int, list[int]]()
+    for value in graph.residuals:
+        for source in graph.sources[value]:
+            readers.setdefault(source, []).append(value)
+    kind: dict[int, object] = {}
+    for value in graph.residuals:
+        maker, own = program.makers[value], program.values[value]
+        kind[value] = maker.primitive.name, maker.source, own.shape, str(own.dtype)
+    for _ in range(_STEPS):
+        around = {
+            value: (
+                kind[value],
+                *(sorted(str(kind.get(n)) for n in near.get(value, ())) for near in (graph.sources, readers)),
+            )
+            for value in graph.residuals
+        }
+        numbers: dict[str, int] = {}
+        kind = {value: numbers.setdefault(repr(one), len(numbers)) for value, one in around.items()}
+    found: dict[object, list[int]] = {}
+    for value, own_kind in kind.items():
+        found.setdefault(own_kind, []).append(value)
+    return [frozenset(values) for values in found.values()]

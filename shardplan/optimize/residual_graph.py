@@ -1,0 +1,248 @@
+"""What recomputation changes, on a graph of materialised residuals alone, fast enough to be asked a thousand times.
+
+A residual is made of others and of arguments: between them are operations that kernels compute on the way. A late
+operation reads residuals in the same way. For any set of residuals that are recomputed, one walk over the late uses
+says which of them are made again and when, which others must be kept longer, and what that costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.memory import Lifetimes
+from shardplan.problem.schedule import Schedule
+from shardplan.program.program import Program
+from shardplan.program.recompute import ties
+from shardplan.program.residuals import early, is_fixed, materialised, residuals
+from shardplan.timing.step_time import time_prices
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A late operation reads a residual, or what kernels compute of some: ``value``, from ``sources``, at a place."""
+
+    value: int
+    sources: tuple[int, ...]
+    place: int
+
+
+@dataclass(slots=True)
+class Effect:
+    """What a set of recomputed residuals does: when each is made again (``first``), and read last; until when others
+    are kept."""
+
+    first: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
+
+
+class ResidualGraph:
+    """The residuals of a schedule, with their bytes over time, and the seconds that making each again takes."""
+
+    def __init__(self, schedule: Schedule, lifetimes: Lifetimes, donated: Collection[int] = ()) -> None:
+        self.program: Program = schedule.program
+        self._schedule, self._place = schedule, lifetimes.place
+        self._choices = schedule.problem.encode(schedule.assignment)
+        self.profile: Array = lifetimes.profile(self._choices)
+        self.residuals = _worth_making_again(schedule)
+        self._known = frozenset(self.residuals)
+        self.sources = _sources(self.program)
+        self._uses = self._late_uses()
+        self._spans = self._spans_of(lifetimes)
+        self._until, self._late = self._last_early_reads(), self._first_late_reads()
+        self._waiting = {value: [*self._waits(value)] for value in self._spans}
+        self._following = [v for v, w in self._waiting.items() if w and v not in self._known and v in self._late]
+        self.sizes = {value: self._size(value) for value in self.residuals}
+        self.flops, self.seconds = self._costs()
+
+    # ---- what is asked
+
+    def effect(self, recomputed: Collection[int]) -> Effect:
+        """What is made again, and what is kept longer, where some residuals are recomputed."""
+        found = Effect()
+        for use in self._uses:
+            if use.value in recomputed:
+                self._make(use.value, use.place, recomputed, found)
+            elif use.value not in self._known and any(source in recomputed for source in use.sources):
+                for source in use.sources:
+                    self._need(source, use.place, recomputed, found)
+        return found
+
+    def _need(self, value: int, place: int, recomputed: Collection[int], found: Effect) -> None:
+        if value in recomputed:
+            self._make(value, place, recomputed, found)
+        else:
+            found.kept[value] = max(found.kept.get(value, 0), place)
+
+    def _make(self, value: int, place: int, recomputed: Collection[int], found: Effect) -> None:
+        if value in found.first:
+            found.last[value] = max(found.last[value], place)
+            return
+        stack = [value]
+        while stack:
+            one = stack.pop()
+            if one in recomputed:
+                if one not in found.first:
+                    found.first[one] = place
+                    stack += self.sources.get(one, ())
+                found.last[one] = max(found.last.get(one, 0), place)
+            else:
+                found.kept[one] = max(found.kept.get(one, 0), place)
+
+    def estimate(self, recomputed: Collection[int]) -> tuple[Array, float]:
+        """The bytes of a device over time, and the seconds that are added."""
+        found = self.effect(recomputed)
+        change = np.zeros(len(self.profile) + 1)
+        for value, place in found.first.items():
+            for until, end, size in self._waiting.get(value, ()):
+                change[until + 1] -= size
+                change[end + 1] += size
+            change[place] += self.sizes[value]
+            change[max(found.last[value], place) + 1] -= self.sizes[value]
+        for value in self._following:
+            if not found.first.keys().isdisjoint(self.sources[value]):
+                for until, _, size in self._waiting[value]:
+                    change[until + 1] -= size
+                    change[self._late[value]] += size
+        for value, place in found.kept.items():
+            if value in self._known:
+                start = max((end + 1 for _, end, _ in self._spans.get(value, ())), default=self._place_of(value))
+                if place >= start:
+                    change[start] += self.sizes[value]
+                    change[place + 1] -= self.sizes[value]
+        seconds = sum(self.seconds[value] for value in found.first)
+        return self.profile + np.cumsum(change)[:-1], seconds
+
+    def figures(self, value: int) -> tuple[int, float, float, float]:
+        """1, the bytes that wait for the backward part, and the operations and seconds of making a residual again."""
+        waiting = sum(size for _, _, size in self._waiting.get(value, ()))
+        return 1, waiting, self.flops[value], self.seconds[value]
+
+    def fresh_sources(self, values: Iterable[int], recomputed: Collection[int]) -> set[int]:
+        """The residuals that some are made of which nothing late reads otherwise, and theirs."""
+        read = {source for use in self._uses for source in (use.value, *use.sources)}
+        found, stack = set[int](), [*values]
+        while stack:
+            fresh = [s for s in self.sources.get(stack.pop(), ()) if s in self._known and s not in read]
+            fresh = [s for s in fresh if s not in found and s not in recomputed]
+            found.update(fresh)
+            stack += fresh
+        return found
+
+    # ---- what is known of the schedule
+
+    def _late_uses(self) -> list[_Use]:
+        found, forward, tied, made = list[_Use](), early(self.program), ties(self.program), materialised(self.program)
+        for index in self.program.regions[0].operations:
+            if index in forward or index not in tied:
+                continue
+            for value in self.program.operations[index].read:
+                maker = self.program.makers.get(value)
+                if maker is not None and maker.index in forward and not is_fixed(maker):
+                    sources = (value,) if value in made else self.sources.get(value, ())
+                    found.append(_Use(value, sources, self._place[index]))
+        return found
+
+    def _last_early_reads(self) -> dict[int, int]:
+        """Per value of the forward part, the last place before the border where a kernel reads it that stores what it
+        makes: kernels behind the border compute the rest."""
+        found, made = dict[int, int](), materialised(self.program)
+        ends = min((use.place for use in self._uses), default=0)
+        for index in sorted(early(self.program), reverse=True):
+            operation, own = self.program.operations[index], -1
+            if is_fixed(operation) or not made.isdisjoint(operation.results):
+                own = self._place[index] if self._place[index] < ends else -1
+            else:
+                own = max(found.get(result, -1) for result in operation.results)
+            for value in operation.read:
+                found[value] = max(found.get(value, -1), own)
+            for result in operation.results:
+                if self._place[index] < ends:
+                    found[result] = max(found.get(result, -1), self._place[index])
+        return found
+
+    def _first_late_reads(self) -> dict[int, int]:
+        """Per value of the forward part, the first place where a late operation reads it, or what kernels compute of
+        it."""
+        found = dict[int, int]()
+        for use in self._uses:
+            found[use.value] = min(found.get(use.value, use.place), use.place)
+        for index in sorted(early(self.program), reverse=True):
+            operation = self.program.operations[index]
+            read = [found[r] for r in operation.results if r in found and r not in self._known]
+            for value in operation.read if read else ():
+                found[value] = min(found.get(value, read[0]), *read)
+        return found
+
+    def _waits(self, value: int) -> Iterator[tuple[int, int, float]]:
+        """From when to when a value waits for the backward part, and its bytes, for each of its buffers."""
+        until = self._until.get(value, -1)
+        for start, end, size in self._spans[value]:
+            if start <= until < end and end >= self._late.get(value, end):
+                yield until, end, size
+
+    def _spans_of(self, lifetimes: Lifetimes) -> dict[int, list[tuple[int, int, float]]]:
+        found: dict[int, list[tuple[int, int, float]]] = {}
+        for buffer in lifetimes.buffers:
+            maker = self.program.makers.get(buffer.value) if buffer.value is not None else None
+            size = buffer.size(self._choices)
+            if buffer.value is not None and maker is not None and size and maker.index in early(self.program):
+                found.setdefault(buffer.value, []).append((buffer.start, buffer.end, size))
+        return found
+
+    def _place_of(self, value: int) -> int:
+        return self._place[self.program.makers[value].index]
+
+    def _size(self, value: int) -> float:
+        stored = [size for _, _, size in self._spans.get(value, ())]
+        layout = self._schedule.assignment.values.get(value)
+        parts = self._schedule.problem.domain(value).parts
+        own = self.program.values[value].total_bytes / parts[layout] if layout in parts else 0.0
+        return max([own, *stored])
+
+    def _costs(self) -> tuple[dict[int, float], dict[int, float]]:
+        """The operations and the seconds of making each residual again from the residuals that it is made of."""
+        problem, prices = self._schedule.problem, time_prices(self._schedule.problem)
+        strategies, flops, seconds = self._schedule.assignment.strategies, dict[int, float](), dict[int, float]()
+        for value in self.residuals:
+            operation = self.program.makers[value]
+            choices, strategy = problem.choices.get(operation.index), strategies.get(operation.index)
+            moved = self.sizes[value] + sum(self.sizes.get(source, 0.0) for source in self.sources[value])
+            flops[value] = 0.0 if choices is None or strategy is None else choices.flops / strategy.degree
+            seconds[value] = prices.work(flops[value], moved, self.program.values[value].dtype, 1)
+        return flops, seconds
+
+
+def _worth_making_again(schedule: Schedule) -> tuple[int, ...]:
+    """The residuals that may be recomputed. What is made of the state alone, such as weights in a narrower type, is
+    not where devices share it: it would be gathered again, which layouts decide."""
+    program = schedule.program
+    if schedule.space.mesh.device_count == 1:
+        return residuals(program)
+    state = {program.inputs[position] for position in program.ties.values()}
+    for index in sorted(early(program)):
+        operation = program.operations[index]
+        if state.issuperset(operation.read):
+            state.update(operation.results)
+    return tuple(value for value in residuals(program) if value not in state)
+
+
+def _sources(program: Program) -> Mapping[int, tuple[int, ...]]:
+    """Per value of the forward part, the materialised ones that it is made of."""
+    made, found = materialised(program), dict[int, tuple[int, ...]]()
+    for index in sorted(early(program)):
+        operation = program.operations[index]
+        read = dict.fromkeys(
+            source
+            for value in operation.read
+            for source in ((value,) if value in made else found.get(value, ()))
+            if value in program.makers
+        )
+        found |= dict.fromkeys(operation.results, tuple(read))
+    return found

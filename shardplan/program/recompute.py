@@ -1,0 +1,232 @@
+"""Recomputation: the program in which some residuals are made again for their late readers.
+
+A late operation that reads such a value reads a clone of it, made from values that are kept. Three things have XLA run
+clones late, and let go of what it has read:
+
+- The kept values that clones read pass a barrier: else XLA merges clones with their originals.
+- The barrier waits for the gradient that has reached its first reader, the *tie*: else clones run at once.
+- The barrier waits for the gradients of weights before it, the *release*: else XLA leaves them to the end of the step,
+  and keeps what they read.
+
+>>> import jax, jax.numpy as jnp
+>>> from shardplan.program.residuals import residuals
+>>> from shardplan.program.tracing import trace_program
+>>> def loss(w, x):
+...     return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
+>>> program = trace_program(jax.grad(loss), (jnp.ones((8, 8)), jnp.ones((64, 8))))
+>>> hidden = residuals(program)[:2]
+>>> names = [o.primitive.name for o in recomputing(program, frozenset(hidden)).operations]
+>>> names.count("optimization_barrier"), names.count("tanh")
+(1, 3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+
+from shardplan import _jax
+from shardplan.memoize import memoize
+from shardplan.program.program import Constant, Operation, Program, Value
+from shardplan.program.prune import prune
+from shardplan.program.residuals import PRODUCTS, early, is_fixed, materialised
+
+
+@memoize
+def recomputing(program: Program, values: frozenset[int]) -> Program:
+    """The program that makes some of its `residuals` again for their late readers; with none, releases alone."""
+    return _Rewriting(program, values).program()
+
+
+@memoize
+def followers(program: Program, values: frozenset[int]) -> frozenset[int]:
+    """The values of the forward part that late operations read from clones: those that are recomputed, and what is
+    computed of them element by element."""
+    found, made = set(values), materialised(program)
+    for index in sorted(early(program)):
+        operation = program.operations[index]
+        if not is_fixed(operation) and not found.isdisjoint(operation.read):
+            found.update(result for result in operation.results if result not in made)
+    return frozenset(found)
+
+
+def chain(program: Program, recomputed: Collection[int], value: int, known: Collection[int] = ()) -> list[Operation]:
+    """The operations that make a value again from what is kept, or ``known``, in the order of the program."""
+    found, stack = dict[int, Operation](), [value]
+    while stack:
+        operation = program.makers[stack.pop()]
+        if operation.index not in found:
+            found[operation.index] = operation
+            stack += [o for o in operation.read if o not in known and is_cloned(program, recomputed, o)]
+    return [found[index] for index in sorted(found)]
+
+
+def is_cloned(program: Program, recomputed: Collection[int], operand: int) -> bool:
+    """Whether a chain makes an operand again: it is recomputed, or part of kernels that read it."""
+    maker = program.makers.get(operand)
+    if maker is None or is_fixed(maker) or maker.index not in early(program):
+        return False
+    if operand in materialised(program):
+        return operand in recomputed
+    return operand not in _from_nothing(program)
+
+
+@memoize
+def _from_nothing(program: Program) -> frozenset[int]:
+    """The values that no tensor has a part in: kernels make them where they need them."""
+    found = set[int]()
+    for index in program.regions[0].operations:
+        operation = program.operations[index]
+        if not is_fixed(operation) and found.issuperset(operation.read):
+            found.update(operation.results)
+    return frozenset(found)
+
+
+@memoize
+def ties(program: Program) -> dict[int, int]:
+    """Per late operation, by index, the gradient that it waits for: the last product or result of a loop, or where
+    there is none the first materialised value. A reduction is none: a barrier behind it would cut a softmax in two, and
+    what its two parts share would be stored."""
+    found, makers, made, forward = dict[int, int](), program.makers, materialised(program), early(program)
+    last = dict[int, int]()  # of each late value
+    for index in program.regions[0].operations:
+        if index in forward:
+            continue
+        operation = program.operations[index]
+        reached = [last[operand] for operand in operation.read if operand in last]
+        if reached:
+            found[index] = max(reached, key=lambda value: makers[value].index)
+        for result in operation.results:
+            if operation.bodies or operation.primitive.name in PRODUCTS or (result in made and not reached):
+                last[result] = result
+            elif reached:
+                last[result] = found[index]
+    return found
+
+
+class _Rewriting:
+    """The operations so far, and the values that late operations read in the place of others."""
+
+    def __init__(self, program: Program, recomputed: frozenset[int]) -> None:
+        self._program, self._recomputed = program, recomputed
+        self._values: list[Value] = list(program.values)
+        self._operations: list[Operation] = []
+        self._cloned = followers(program, recomputed)
+        self._clones: dict[int, int] = {}
+        self._now: dict[int, int] = {}  # what has passed a barrier, by what it was
+        self._pending: list[int] = []  # the gradients of weights since the last barrier
+        self._continuing, self._ends = _continuing(program), frozenset(ending(program))
+
+    def program(self) -> Program:
+        """The program, with everything rewritten."""
+        old, forward, inner = self._program, early(self._program), list[Operation]()
+        for operation in old.operations:
+            if operation.region:
+                inner.append(operation)
+                continue
+            if operation.index not in forward:
+                self._prepare(operation)
+                operation = replace(operation, operands=tuple(map(self._read, operation.operands)))
+            self._operations += [*inner, operation]
+            inner.clear()
+            self._release(operation)
+        outputs = tuple(self._now.get(o, o) if isinstance(o, int) else o for o in old.outputs)
+        whole = replace(old.regions[0], outputs=outputs)
+        regions = (whole, *old.regions[1:])
+        values, operations = tuple(self._values), tuple(self._operations)
+        return prune(replace(old, values=values, operations=operations, outputs=outputs, regions=regions))
+
+    def _read(self, operand: int | Constant) -> int | Constant:
+        if not isinstance(operand, int):
+            return operand
+        return self._clones.get(operand, self._now.get(operand, operand))
+
+    def _prepare(self, reader: Operation) -> None:
+        """Adds the clones that a late operation is the first to read, behind a barrier."""
+        tie = ties(self._program).get(reader.index)
+        wanted = [o for o in reader.read if o in self._cloned and o not in self._clones]
+        if tie is None or not wanted:
+            return
+        made = {o.index: o for value in wanted for o in chain(self._program, self._recomputed, value, self._clones)}
+        operations = [made[index] for index in sorted(made)]
+        behind = self._barrier(operations, tie, reader)
+        for operation in operations:
+            operands = tuple(behind.get(o, self._read(o)) if isinstance(o, int) else o for o in operation.operands)
+            results = tuple(self._new(result) for result in operation.results)
+            self._clones |= zip(operation.results, results, strict=True)
+            self._operations.append(replace(operation, operands=operands, results=results, again=True))
+
+    def _release(self, operation: Operation) -> None:
+        """Has what goes on from a product wait for the gradients of weights before it."""
+        self._pending += [result for result in operation.results if result in self._ends]
+        makers = self._program.makers
+        held = any(makers[value].primitive.name in PRODUCTS for value in self._pending)
+        if held and operation.primitive.name in PRODUCTS and operation.index in self._continuing:
+            self._barrier((), operation.results[0], operation)
+
+    def _barrier(self, operations: Iterable[Operation], tie: int, reader: Operation) -> dict[int, int]:
+        """Adds the barrier before some clones; gives what they read behind it, by what it was."""
+        guarded, known = dict[int, None](), {*self._clones}
+        for operation in operations:
+            guarded |= dict.fromkeys(self._guarded(operation, known, guarded))
+            known.update(operation.results)
+        waiting = {value: self._now.get(value, value) for value in (tie, *self._pending)}
+        passing = tuple(dict.fromkeys((*guarded, *waiting.values())))
+        results = tuple(self._new(value) for value in passing)
+        behind = dict(zip(passing, results, strict=True))
+        primitive, params = _jax.optimization_barrier, dict[str, object]()
+        self._operations.append(
+            replace(reader, primitive=primitive, params=params, operands=passing, results=results, bodies=())
+        )
+        self._now |= {value: behind[now] for value, now in waiting.items()}
+        self._pending.clear()
+        return {value: behind[value] for value in guarded}
+
+    def _guarded(self, operation: Operation, known: set[int], guarded: Collection[int]) -> Iterator[int]:
+        """What a clone reads behind the barrier: all that is kept, or where it reads arguments alone, the smallest."""
+        read = [o for o in operation.read if o not in _from_nothing(self._program)]
+        kept = [o for o in read if o in self._program.makers and o not in known]
+        yield from kept
+        if not kept and read and known.isdisjoint(read) and not any(o in guarded for o in read):
+            yield min(read, key=lambda value: self._program.values[value].total_bytes)
+
+    def _new(self, value: int) -> int:
+        self._values.append(replace(self._values[value], index=len(self._values), name=None))
+        return len(self._values) - 1
+
+
+def _reads_residual(program: Program, operation: Operation) -> bool:
+    makers, forward = program.makers, early(program)
+    read = (makers[o].index for o in operation.read if o in makers)
+    return any(index in forward for index in read)
+
+
+@memoize
+def _continuing(program: Program) -> frozenset[int]:
+    """The late operations, by index, that lead to a further reader of residuals, or are one."""
+    needed, found = set[int](), set[int]()
+    for index in reversed(program.regions[0].operations):
+        operation = program.operations[index]
+        if index in early(program):
+            continue
+        if not needed.isdisjoint(operation.results):
+            found.add(index)
+        if index in found or _reads_residual(program, operation):
+            needed.update(operation.read)
+    return frozenset(found)
+
+
+def ending(program: Program) -> Iterator[int]:
+    """The late materialised values that lead to no further reader of residuals, the first of each chain: gradients of
+    weights."""
+    forward, leading, behind = early(program), _continuing(program), set[int]()
+    for index in program.regions[0].operations:
+        operation = program.operations[index]
+        if index in forward or index in leading:
+            continue
+        read = [o for o in operation.read if o in program.makers]
+        if read and behind.issuperset(read):
+            behind.update(operation.results)
+        elif not is_fixed(operation) and not materialised(program).isdisjoint(operation.results):
+            behind.update(operation.results)
+            yield from operation.results

@@ -1,0 +1,156 @@
+"""Steps that do not fit: values that are computed again, their plans, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardplan
+from shardplan.plans.report import bytes_on_device, plan_record
+
+S = jax.ShapeDtypeStruct
+LAYERS, WIDTH, BATCH = 6, 64, 4096
+ARGUMENTS = [S((WIDTH, WIDTH), jnp.float32)] * LAYERS, S((BATCH, WIDTH), jnp.float32)
+
+
+def layer(y, w):
+    return y + jnp.tanh(jax.nn.gelu(y @ w) @ w.T)
+
+
+def train(weights, x, layer=layer):
+    """A step whose residuals are most of its memory."""
+
+    def loss(weights):
+        y = x
+        for w in weights:
+            y = layer(y, w)
+        return jnp.mean(y**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def limit_at(share, mesh, step=train):
+    """The bytes of the arguments, and a share of what the plan without a limit holds in addition."""
+    free = shardplan.plan(step, mesh, *ARGUMENTS, memory_limit="80GB")
+    state = sum(bytes_on_device(one, free.mesh_axes) for one in free.arguments)
+    return state + share * (free.peak_bytes - state)
+
+
+def values():
+    keys = jax.random.split(jax.random.key(0), LAYERS + 1)
+    weights = [0.1 * jax.random.normal(key, (WIDTH, WIDTH)) for key in keys[1:]]
+    return weights, jax.random.normal(keys[0], (BATCH, WIDTH))
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1))
+
+
+@pytest.mark.parametrize(("mesh", "share"), [(1, 0.5), ("x=8", 0.7), ("x=8", 0.4), ("x=2,y=4", 0.35)])
+def test_values_of_a_recomputed_step(mesh, share):
+    """A step that computes values again gives what the plain step gives, in less memory."""
+    limit = limit_at(share, mesh)
+    planned = shardplan.auto(train, mesh, memory_limit=limit)
+    plan = planned.plan(*ARGUMENTS)
+    assert plan.peak_bytes <= limit
+    assert plan.recomputed
+    for found, wanted in zip(*map(jax.tree.leaves, (planned(*values()), jax.jit(train)(*values()))), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_figures_of_a_recomputed_plan(plan):
+    """A plan says what it computes again: in rows, in its text, as JSON, and of an operation."""
+    assert sum(row["bytes"] for row in plan.recomputed) > 0
+    assert all(row["seconds"] > 0 and row["count"] > 0 for row in plan.recomputed)
+    assert "values are computed again" in str(plan)
+    assert json.loads(json.dumps(plan_record(plan)))["recomputed"] == list(plan.recomputed)
+    again = next(o for o in plan.program.operations if o.again)
+    assert "did not keep" in plan.explain(again.scope)
+
+
+def test_marks_in_the_lowered_step(plan):
+    """What is computed again runs in the scope of its operation, with a mark."""
+    scopes = {o.scopes for o in plan.program.operations if o.again}
+    text = (
+        shardplan.auto(train, 1, memory_limit=plan.recipe.options.memory_limit)
+        .lower(*ARGUMENTS)
+        .as_text(debug_info=True)
+    )
+    assert any(f"{scope}/" in text for scope in scopes)
+
+
+def test_a_recomputed_plan_in_a_file(plan, tmp_path):
+    """A saved plan knows the user's own program, and makes the same step of it again."""
+    plan.save(tmp_path / "plan.json")
+    bound = shardplan.Plan.load(tmp_path / "plan.json").bind(train, *ARGUMENTS)
+    assert bound.recipe.recomputed == plan.recipe.recomputed
+    assert bound.program.fingerprint() == plan.program.fingerprint() != bound.fingerprint
+    with pytest.raises(shardplan.PlanMismatchError):
+        shardplan.Plan.load(tmp_path / "plan.json").bind(partial(train, layer=lambda y, w: y @ w), *ARGUMENTS)
+
+
+def test_a_recomputed_plan_in_the_cache(plan, tmp_path, monkeypatch):
+    """The cache keeps what is computed again."""
+    monkeypatch.setenv("SHARDPLAN_CACHE_DIR", str(tmp_path))
+    limit = plan.recipe.options.memory_limit
+    first, second = (shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit) for _ in range(2))
+    assert second.statistics["cached"]
+    assert (second.recomputed, second.peak_bytes) == (first.recomputed, first.peak_bytes)
+    assert second.program.fingerprint() == first.program.fingerprint()
+
+
+def test_a_step_that_fits():
+    """Nothing is computed again where the step fits."""
+    plan = shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(1.0, 1))
+    assert plan.recipe.recomputed is None
+    assert not plan.recomputed
+    assert "again" not in str(plan)
+
+
+def test_no_fit():
+    """Without recomputation a step that no layout fits is refused."""
+    with pytest.raises(shardplan.InfeasibleError, match="no layout was found"):
+        shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1), fit=())
+
+
+@pytest.mark.parametrize("fit", ["recompute", ("blocks",), ("recompute", "host"), 1, None])
+def test_unknown_words_of_fit(fit):
+    """What is no tuple of known words is refused before any work."""
+    with pytest.raises(shardplan.ArgumentError, match="fit is a tuple"):
+        shardplan.auto(train, 1, fit=fit)
+
+
+def test_the_least_peak_with_everything_allowed():
+    """The error of what does not fit names the least peak, which is a limit that is kept."""
+    with pytest.raises(shardplan.InfeasibleError, match="values recomputed") as caught:
+        shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.01, 1))
+    least = caught.value.least_peak_bytes
+    assert shardplan.plan(train, 1, *ARGUMENTS, memory_limit=1.001 * least).peak_bytes <= 1.001 * least
+
+
+def test_a_limit_below_the_state():
+    """A limit below the arguments alone is refused with their sum."""
+    with pytest.raises(shardplan.InfeasibleError, match="the arguments alone take"):
+        shardplan.plan(train, 1, *ARGUMENTS, memory_limit=1e5)
+
+
+def test_regions_of_the_users_own_checkpoints():
+    """What the user's checkpoints compute again is computed as often as before; their inputs may be made again."""
+
+    def products(program):
+        return sum(o.primitive.name == "dot_general" for o in program.operations)
+
+    step = partial(train, layer=jax.checkpoint(layer))
+    free = shardplan.plan(step, 1, *ARGUMENTS, memory_limit="80GB")
+    plan = shardplan.plan(step, 1, *ARGUMENTS, memory_limit=limit_at(0.9, 1, step))
+    barriers = [o for o in free.program.operations if o.primitive.name == "optimization_barrier"]
+    assert barriers
+    assert products(plan.program) <= products(free.program) + 2 * LAYERS  # those of the forward part, once more
+    assert plan.peak_bytes < free.peak_bytes
