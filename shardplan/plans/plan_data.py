@@ -73,7 +73,7 @@ class Recipe:
     """The inputs that rebuild a plan's schedule from its program: the options, and a choice per network variable.
 
     ``network`` is a digest of these variables. ``fingerprint`` is that of the user's own program, if it is missing or
-    was rewritten. """
+    was rewritten."""
 
     options: Options
     choices: tuple[int, ...] = field(repr=False)

@@ -74,7 +74,7 @@ class Operation:
     """One equation: a primitive with parameters, its operands (value indices or constants) and results.
 
     ``bodies`` are the regions of a loop or of branches. ``region`` is the region of the operation. ``again`` marks a
-    clone that makes a residual again (`shardplan.program.recompute`). """
+    clone that makes a residual again (`shardplan.program.recompute`)."""
 
     index: int
     primitive: _jax.Primitive
