@@ -134,9 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     explaining.add_argument("path", help="a path of arguments (globs allowed), or an operation: op12, 'model.py:31*'")
     reporting = command("report", _report, "Write a plan as one HTML page: tensors, collectives, memory, timeline.")
     _add_step(reporting, from_file=True)
-    reporting.add_argument(
-        "-o", "--output", metavar="FILE", default="plan.html", help="the page (default: %(default)s)"
-    )
+    reporting.add_argument("-o", "--output", metavar="FILE", default="plan.html", help="(default: %(default)s)")
     differing = command("diff", _diff, "Say what two saved plans do in different ways.")
     differing.add_argument("one", help="a file written by `shardplan plan --save`")
     differing.add_argument("other", help="another one")

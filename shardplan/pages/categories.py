@@ -17,10 +17,10 @@ The state is what a step takes and returns. A program without derivatives has no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardplan.memory import Buffer
-from shardplan.pages.places import Place
+from shardplan.pages.places import DERIVED, Place
 from shardplan.program.program import Program
 
 CATEGORIES = (
@@ -39,41 +39,55 @@ _SHAPING = frozenset({"convert_element_type", "transpose", "reshape", "add_any",
 """Operations after which a gradient is the same gradient."""
 
 
-def categories_of(program: Program, places: Sequence[Place]) -> dict[int, str]:
-    """The category of each value."""
-    phase = {result: places[o.index].phase for o in program.operations for result in o.results}
-    readers: dict[int, set[str]] = {}
-    for operation in program.operations:
-        for operand in operation.operands:
-            if isinstance(operand, int):
-                readers.setdefault(operand, set()).add(places[operation.index].phase)
-    state = {program.inputs[position] for position in program.ties.values()}
+def categories_of(program: Program, places: Sequence[Place], gradients: Collection[int]) -> dict[int, str]:
+    """The category of each value. ``gradients`` are those of parameters."""
     found = dict.fromkeys((*program.inputs, *program.captured), "inputs")
     plain = not any(place.phase == "forward" for place in places)
-    for value in state:
-        found[value] = "parameters" if plain or "forward" in readers.get(value, ()) else "optimizer state"
-    for value, when in phase.items():
-        found[value] = "gradients and updates" if when == "update" else "activations"
-    derived = ("backward", "recomputed")
-    gradients = [v for v, when in phase.items() if when in derived and "update" in readers.get(v, ())]
-    found |= dict.fromkeys(_unshaped(program, gradients, phase), "gradients and updates")
+    read = _read_in(program, places, "forward")
+    for value in (program.inputs[position] for position in program.ties.values()):
+        found[value] = "parameters" if plain or value in read else "optimizer state"
+    for operation in program.operations:
+        late = places[operation.index].phase == "update"
+        for result in operation.results:
+            found[result] = "gradients and updates" if late or result in gradients else "activations"
     return found
 
 
-def _unshaped(program: Program, gradients: list[int], phase: Mapping[int, str]) -> set[int]:
-    """Gradients of the backward pass, back to the products or sums that make them."""
-    found: set[int] = set()
-    waiting = list(gradients)
-    while waiting:
-        value = waiting.pop()
-        if value in found or phase.get(value) not in ("backward", "recomputed"):
-            continue
-        found.add(value)
-        maker, elements = program.makers[value], program.values[value].elements
-        for operand in maker.operands if maker.primitive.name in _SHAPING else ():
-            if isinstance(operand, int) and program.values[operand].elements == elements:
-                waiting.append(operand)
+def gradients_of(program: Program, places: Sequence[Place]) -> dict[int, int]:
+    """The gradients of parameters: values of the backward pass, with the input whose new state is computed from them.
+
+    The way back from a new state passes operations of the update with as many elements. In the backward pass it passes
+    casts, transposes and sums, up to the product or the sum that makes the gradient.
+    """
+    forward, found = _read_in(program, places, "forward"), dict[int, int]()
+    states = [(program.inputs[position], program.outputs[number]) for number, position in program.ties.items()]
+    for state, output in sorted(states, key=lambda pair: pair[0] not in forward):
+        seen, waiting = set[int](), [output]
+        while waiting:
+            value = waiting.pop()
+            maker = program.makers.get(value) if isinstance(value, int) else None
+            if maker is None or not isinstance(value, int) or value in seen:
+                continue
+            seen.add(value)
+            derived = places[maker.index].phase in DERIVED
+            if program.values[value].elements != program.values[state].elements:
+                continue
+            if derived:
+                found.setdefault(value, state)
+            if not derived or maker.primitive.name in _SHAPING:
+                waiting += maker.operands
     return found
+
+
+def _read_in(program: Program, places: Sequence[Place], phase: str) -> set[int]:
+    """The values that operations of a phase read."""
+    return {
+        operand
+        for operation in program.operations
+        if places[operation.index].phase == phase
+        for operand in operation.operands
+        if isinstance(operand, int)
+    }
 
 
 def category_of(buffer: Buffer, of_value: Mapping[int, str]) -> str:

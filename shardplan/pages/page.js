@@ -22,7 +22,7 @@ function el(tag, attributes, ...children) {
     else if (name === "style") Object.assign(made.style, value);
     else if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return made;
 }
 
@@ -245,6 +245,8 @@ function tensorsView() {
     const nodes = folded(chosen.map(([, one]) => one), ["bytes"], (node) => node.index
       ? ["", "", size(node.sums.bytes), ""]
       : [tensorChips(node.type, node.layout), size(node.each), size(node.bytes), node.source]);
+    const order = (node) => D.categories.indexOf(node.name.split("/")[0]);
+    nodes.sort((one, other) => order(one) - order(other));
     if (needle || whole) openAll(nodes, 400);
     else nodes.forEach((node) => { node.open = node.sums.bytes > 0 && ["parameters", "inputs"].includes(node.name.split("/")[0]); });
     const count = chosen.reduce((sum, [row]) => sum + row[T_COUNT], 0);
@@ -329,7 +331,7 @@ const clipped = (said, width) => (said.length * 6.2 > width - 6 ? said.slice(0, 
 function collectivesView() {
   const place = el("div", { class: "scroll" }), box = searchBox("Search collectives", (value) => { needle = value; draw(); });
   let needle = "", order = "bytes", down = true;
-  const columns = [["kind", "kind"], ["axes", null], ["tensor", "label"], ["type and layout after", null], ["module", "module"], ["source", "source"], ["times#", "times"], ["each#", "each"], ["bytes#", "bytes"], ["time#", "spent"], ["overlap", "hides"]];
+  const columns = [["kind", "kind"], ["axes", null], ["bytes#", "bytes"], ["times#", "times"], ["each#", "each"], ["time#", "spent"], ["overlap", "hides"], ["tensor", "label"], ["type and layout after", null], ["module", "module"], ["source", "source"]];
   function draw() {
     const rows = COLLECTIVES.filter((one) => matches(needle, one.kind, axesText(one.axes), one.label, one.phase, one.module, one.source));
     rows.sort((one, other) => (one[order] < other[order] ? -1 : one[order] > other[order] ? 1 : 0) * (down ? -1 : 1));
@@ -337,12 +339,12 @@ function collectivesView() {
     const head = el("tr", {}, columns.map(([name, key]) => el("th", { class: name.endsWith("#") ? "number" : null, "aria-sort": key === order ? (down ? "descending" : "ascending") : null },
       key ? el("button", { onclick: () => { down = key === order ? !down : true; order = key; draw(); } }, name.replace("#", "") + (key === order ? (down ? " ▾" : " ▴") : "")) : name.replace("#", ""))));
     const body = rows.map((one) => el("tr", { "data-go": one.first >= 0 ? "#op" + one.first : null, tabindex: one.first >= 0 ? 0 : null, onclick: go, onkeydown: (event) => { if (event.key === "Enter") go(event); } },
-      el("td", {}, el("span", { class: "swatch", style: { background: kindColour(one.kind) } }), one.kind), el("td", {}, el("span", { class: "chip" }, one.axes.map(axisChip))), el("td", {}, one.label),
-      el("td", {}, tensorChips(one.row[C_TYPE], one.row[C_LAYOUT])), el("td", {}, one.module, el("span", { class: "times" }, PHASE[one.phase])), el("td", {}, one.source),
-      el("td", { class: "number" }, number(one.times, 0)), el("td", { class: "number" }, size(one.each)), el("td", { class: "number" }, size(one.bytes)), el("td", { class: "number" }, time(one.spent)),
-      el("td", {}, one.hides ? "can hide" : el("span", { class: "exposed" }, "exposed"))));
-    body.push(el("tr", { class: "total" }, el("td", { colspan: 6 }, "total"), el("td", { class: "number" }, number(sum("times"), 0)), el("td", {}),
-      el("td", { class: "number", id: "sent", "data-bytes": sum("bytes") }, size(sum("bytes"))), el("td", { class: "number" }, time(sum("spent"))), el("td", {})));
+      el("td", { class: "short" }, el("span", { class: "swatch", style: { background: kindColour(one.kind) } }), one.kind), el("td", { class: "short" }, el("span", { class: "chip" }, one.axes.map(axisChip))),
+      el("td", { class: "number" }, size(one.bytes)), el("td", { class: "number" }, number(one.times, 0)), el("td", { class: "number" }, size(one.each)), el("td", { class: "number" }, time(one.spent)),
+      el("td", { class: "short" }, one.hides ? "can hide" : el("span", { class: "exposed" }, "exposed")), el("td", {}, one.label),
+      el("td", {}, tensorChips(one.row[C_TYPE], one.row[C_LAYOUT])), el("td", {}, one.module, el("span", { class: "times" }, PHASE[one.phase])), el("td", {}, one.source)));
+    body.push(el("tr", { class: "total" }, el("td", { colspan: 2 }, "total"), el("td", { class: "number", id: "sent", "data-bytes": sum("bytes") }, size(sum("bytes"))),
+      el("td", { class: "number" }, number(sum("times"), 0)), el("td", {}), el("td", { class: "number" }, time(sum("spent"))), el("td", { colspan: 5 })));
     place.replaceChildren(el("table", { "aria-label": "Collectives" }, el("thead", {}, head), el("tbody", {}, body)));
   }
   draw();
@@ -430,7 +432,8 @@ function memoryView() {
       MEMORY.series.forEach((series, category) => {
         if (!series[place]) return;
         context.fillStyle = CATEGORY[category];
-        context.fillRect(margin + column * wide, y(held + series[place]), wide + 0.5, y(held) - y(held + series[place]));
+        const left = Math.floor(margin + column * wide), right = Math.ceil(margin + (column + 1) * wide);
+        context.fillRect(left, y(held + series[place]), right - left, y(held) - y(held + series[place]));
         held += series[place];
       });
     }
@@ -455,7 +458,7 @@ function memoryView() {
       ...(there ? [", at ", operationLink(operation), ` in ${moduleNames(there[MODULE]).join("/") || "no module"}, ${text(there[SOURCE])}`] : []));
     const body = shown.map(({ tensor, count, bytes }) => {
       const row = D.memory.tensors[tensor], one = tensorRow(row, tensor);
-      return el("tr", { "data-go": one.go, tabindex: one.go ? 0 : null, onclick: go, onkeydown: (event) => { if (event.key === "Enter") go(event); } }, el("td", {}, el("span", { class: "swatch", style: { background: CATEGORY[row[T_CATEGORY]] } }), D.categories[row[T_CATEGORY]]),
+      return el("tr", { "data-go": one.go, tabindex: one.go ? 0 : null, onclick: go, onkeydown: (event) => { if (event.key === "Enter") go(event); } }, el("td", { class: "short" }, el("span", { class: "swatch", style: { background: CATEGORY[row[T_CATEGORY]] } }), D.categories[row[T_CATEGORY]]),
         el("td", {}, [...row[T_FOLDERS].map(text), one.name].join("/"), times(count)), el("td", {}, tensorChips(one.type, one.layout)), el("td", { class: "number" }, size(one.each)), el("td", { class: "number" }, size(bytes)), el("td", {}, one.source));
     });
     const rest = rows.slice(shown.length), left = rest.reduce((sum, one) => sum + one.bytes, 0);
@@ -701,7 +704,7 @@ function head() {
   const figures = [
     figure("sent per device and step", size(own.communication_bytes), own.gap === null ? "without a bound" : `at most ${percent(own.gap)} above the optimum`),
     figure("peak per device", size(own.peak_bytes), `${own.verified ? "compiled for " + own.verified : "predicted"}, ${percent(share)} of the limit of ${size(own.limit)}`, el("div", { class: "bar" + (share > 1 ? " over" : "") }, el("i", { style: { width: Math.min(100, 100 * share) + "%" } }))),
-    figure("step, simulated", time(D.timeline.nanoseconds), `${time(1e9 * own.seconds.exposed)} of it waits for collectives`),
+    figure("step, simulated", time(D.timeline.nanoseconds), `by the planner's model ${time(1e9 * own.seconds.work)} of work, ${time(1e9 * own.seconds.exposed)} exposed`),
     own.repeated === null ? null : figure("repeated work", percent(own.repeated), "of a device's work, since not all devices share it"),
     recomputed ? figure("recomputed", number(recomputed, 0), "operations, by jax.checkpoint") : null,
     own.host_bytes ? figure("host memory", size(own.host_bytes), "per device") : null,
@@ -736,7 +739,7 @@ function start() {
     if (step) { const name = VIEWS[(place + step + VIEWS.length) % VIEWS.length][0]; location.hash = name; byId("tab-" + name).focus(); }
   });
   document.addEventListener("keydown", (event) => {
-    const typing = event.target.matches("input");
+    const typing = event.target.matches("input[type=search]");
     if (event.key === "Escape" && !byId("panel").hidden) closePanel();
     else if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
     else if (event.key === "/") { const box = document.querySelector("main input[type=search]"); if (box) { event.preventDefault(); box.focus(); } }

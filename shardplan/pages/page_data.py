@@ -7,12 +7,13 @@ with a count. An operation names its operands by the distance to their makers, w
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cached_property
 from typing import Any
 
 from shardplan.hardware import Link
 from shardplan.layout.layout import Layout
 from shardplan.memory import Buffer, lifetimes_of
-from shardplan.pages.categories import CATEGORIES, categories_of, category_of
+from shardplan.pages.categories import CATEGORIES, categories_of, category_of, gradients_of
 from shardplan.pages.places import PHASES, places_of, with_stars
 from shardplan.problem.schedule import Schedule, Sent
 from shardplan.program.program import Operation
@@ -21,6 +22,18 @@ from shardplan.timing.step_time import sent_seconds, time_prices, timing_of, wor
 from shardplan.timing.tasks import tasks_of
 
 NANOSECONDS = 1e9
+
+_CASTS = frozenset({"convert_element_type", "transpose", "reshape"})
+
+
+def path_with_stars(path: str) -> str:
+    """A path with `*` for numbers after its first component, which is an argument's position.
+
+    >>> path_with_stars("0/params/layer_11/kernel")
+    '0/params/layer_*/kernel'
+    """
+    first, *rest = path.split("/")
+    return "/".join([first, *map(with_stars, rest)])
 
 
 class Rows:
@@ -49,7 +62,8 @@ class _PageData:
         self.assignment = schedule.assignment
         self.texts, self.types, self.layouts, self.modules = Rows(), Rows(), Rows(), Rows()
         self.places = places_of(self.program)
-        self.categories = categories_of(self.program, self.places)
+        self.gradients = gradients_of(self.program, self.places)
+        self.categories = categories_of(self.program, self.places, self.gradients)
         self.prices = time_prices(self.problem)
         self.inputs = {value: number for number, value in enumerate(self.program.inputs)}
 
@@ -92,11 +106,28 @@ class _PageData:
         return self.modules.number(tuple(self.texts.number(name) for name in names))
 
     def _label(self, value: int | None) -> str:
-        """The path of an argument, with `*` for numbers, or the primitive that makes a value."""
+        """The path of an argument, with `*` for numbers, or the primitive that makes a value, and of what."""
         if value is None:
             return "workspace"
         name, maker = self.program.values[value].name, self.program.makers.get(value)
-        return with_stars(name) if name else maker.primitive.name if maker is not None else "carry of a loop"
+        if name:
+            return path_with_stars(name)
+        if maker is None:
+            return "carry of a loop"
+        if value in self.gradients:
+            return f"gradient of {self._label(self.gradients[value])}"
+        read = maker.operands[0] if maker.primitive.name in _CASTS else None
+        source = self._label(read) if isinstance(read, int) and read in self._cast else ""
+        return f"{maker.primitive.name} of {source}" if source else maker.primitive.name
+
+    @cached_property
+    def _cast(self) -> set[int]:
+        """The arguments, and values that are casts or transposes of arguments."""
+        found = set(self.inputs)
+        for operation in self.program.operations:
+            if operation.primitive.name in _CASTS and operation.operands[0] in found:
+                found.update(operation.results)
+        return found
 
     # ---- operations
 
@@ -248,9 +279,9 @@ class _PageData:
         )
 
     def _group_and_label(self, value: int | None, maker: Operation | None) -> tuple[tuple[str, ...], str]:
-        """The folders of a tensor in the tree, and its name there: the path of an argument, or modules and primitive."""
+        """The folders of a tensor in the tree, and its name there: an argument's path, or modules and primitive."""
         if value is not None and self.program.values[value].name:
-            *folders, last = with_stars(self.program.values[value].name or "").split("/")
+            *folders, last = path_with_stars(self.program.values[value].name or "").split("/")
             return tuple(folders), last
         place = self.places[maker.index] if maker is not None else None
         return ((place.phase, *place.modules) if place else ()), self._label(value)
