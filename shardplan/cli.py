@@ -135,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     reporting = command("report", _report, "Write a plan as one HTML page: tensors, collectives, memory, timeline.")
     _add_step(reporting, from_file=True)
     reporting.add_argument("-o", "--output", metavar="FILE", default="plan.html", help="(default: %(default)s)")
+    reporting.add_argument("--compare", action="store_true", help="put data parallelism, FSDP and others into the page")
     differing = command("diff", _diff, "Say what two saved plans do in different ways.")
     differing.add_argument("one", help="a file written by `shardplan plan --save`")
     differing.add_argument("other", help="another one")
@@ -294,8 +295,13 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    plan = _make_plan(options)
-    plan.to_html(options.output)
+    plan, comparison = _make_plan(options), None
+    if options.compare:
+        step = load_step(_step_of(plan, options) if options.step.endswith(".json") else options.step)
+        own = plan.recipe.options
+        chosen = {name: getattr(own, name) for name in ("memory_limit", "objective", "hardware", "donate_argnums")}
+        comparison = compare(step.fn, plan.mesh, *step.args, methods=DEFAULT_METHODS[1:], **chosen)
+    plan.to_html(options.output, comparison)
     _print(options, {"page": options.output, **plan_record(plan)}, f"{options.output}: {plan_line(plan)}")
     return 0
 

@@ -699,6 +699,16 @@ function show(name) {
 
 function figure(label, value, note, extra) { return el("div", { class: "figure" }, el("small", {}, label), el("b", {}, value), note ? el("small", {}, note) : "", extra || ""); }
 
+function comparison(own) {
+  if (!own.comparison.length) return "";
+  const rows = [["this plan", own.communication_bytes, own.peak_bytes, D.timeline.nanoseconds / 1e9], ...own.comparison];
+  const columns = own.comparison.some((row) => row[3] !== null) ? 4 : 3;
+  const cell = (value, shown) => el("td", { class: "number" }, value === null ? "" : shown(value));
+  return el("details", { open: "" }, el("summary", {}, "Other ways to split"), el("table", { class: "small", "aria-label": "Other ways to split" },
+    el("thead", {}, el("tr", {}, ["method", "sent#", "peak#", "step#"].slice(0, columns).map((name) => el("th", { class: name.endsWith("#") ? "number" : null }, name.replace("#", ""))))),
+    el("tbody", {}, rows.map(([method, sent, peak, seconds]) => el("tr", {}, el("td", {}, method), cell(sent, size), cell(peak, size), columns > 3 ? cell(seconds, (value) => time(1e9 * value)) : "")))));
+}
+
 function head() {
   const own = D.head, share = own.peak_bytes / own.limit, recomputed = D.operations.kind.filter((kind) => D.phases[D.operations.kinds[kind][PHASE_OF]] === "recomputed").length;
   const figures = [
@@ -713,7 +723,7 @@ function head() {
   const theme = el("button", { onclick: () => { document.documentElement.dataset.theme = dark() ? "light" : "dark"; if (redraw) redraw(); } }, "Light or dark");
   byId("head").replaceChildren(
     el("div", { class: "titles" }, el("h1", {}, D.title), el("span", {}, D.mesh.map(([name, length], axis) => el("span", { class: "chip" }, String(length), axisChip(axis)))), el("span", { class: "faint" }, `${DEVICES} devices`), theme),
-    el("div", { class: "figures" }, figures), own.warnings.map((warning) => el("div", { class: "warning" }, warning)),
+    el("div", { class: "figures" }, figures), comparison(own), own.warnings.map((warning) => el("div", { class: "warning" }, warning)),
     el("details", {}, el("summary", {}, "In words, and how this page was made"), own.texts.map((said) => el("div", {}, said)), el("div", {}, "Made by ", el("code", {}, own.command))));
 }
 

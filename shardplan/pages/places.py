@@ -103,8 +103,8 @@ class _Places:
             return Place("backward", modules)
         if "jvp(" in path:
             return Place("forward", modules)
-        inner = not chain or chain[0] not in self.roots
-        if self.differentiated and (inner or chain[:2] in self.differentiated):
+        unknown = not chain or chain[0] not in self.roots
+        if self.differentiated and (unknown or chain[:2] in self.differentiated):
             return self._unnamed(operation, modules)
         return Place("update" if self.differentiated else "program", modules)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import shlex
+from collections.abc import Iterable
+from typing import Any, Protocol
 
+from shardplan.layout.layout import axes_of
 from shardplan.pages.page import page_text
 from shardplan.pages.page_data import page_data
 from shardplan.plans.pipeline import donated_leaves, memory_limit_of, remarks_on_layouts, remarks_on_operations
@@ -26,12 +29,33 @@ STEP = "step"
 """The entry of a plan's statistics with the name of its step on the command line."""
 
 
-def plan_page(plan: PlanData) -> str:
+class Compared(Protocol):
+    """A row of ``shardplan.compare``."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def communication_bytes(self) -> float: ...
+    @property
+    def peak_bytes(self) -> float: ...
+    @property
+    def simulated_seconds(self) -> float: ...
+
+
+def plan_page(plan: PlanData, comparison: Iterable[Compared] | None = None) -> str:
     """The page of a plan. Raises PlanMismatchError for a plan without its program."""
     schedule = plan.schedule
     data = page_data(schedule, donated_leaves(plan.program, plan.donated))
     title = f"{plan.program.name} over mesh ({mesh_text(plan.mesh_axes)})"
-    return page_text(title, {"head": plan_head(plan), **data})
+    compared = [
+        [row.method, *map(_finite, (row.communication_bytes, row.peak_bytes, row.simulated_seconds))]
+        for row in comparison or ()
+    ]
+    return page_text(title, {"head": {**plan_head(plan), "comparison": compared}, **data})
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
 
 
 def plan_head(plan: PlanData) -> dict[str, Any]:
@@ -59,8 +83,19 @@ def plan_head(plan: PlanData) -> dict[str, Any]:
 
 def _command(plan: PlanData) -> str:
     """The command that makes the page, or the call for a plan that was made in Python."""
-    step = plan.statistics.get(STEP)
+    step, options = plan.statistics.get(STEP), plan.recipe.options
     if not isinstance(step, str):
         return 'plan.to_html("plan.html")'
-    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh_axes.items())
-    return f"shardplan report {step} --mesh {mesh} -o plan.html"
+    words = ["shardplan", "report", step, "--mesh", ",".join(f"{name}={size}" for name, size in plan.mesh_axes.items())]
+    if options.memory_limit is not None:
+        words += ["--memory-limit", f"{options.memory_limit:.0f}B"]
+    if options.objective != "bytes":
+        words += ["--objective", options.objective]
+    if isinstance(options.hardware, str):
+        words += ["--hardware", options.hardware]
+    for path, spec in (options.pins or {}).items():
+        entries = ["+".join(axes_of(entry)) or "-" for entry in spec]
+        words += ["--pin", f"{path}={','.join(entries)}"]
+    if plan.donated:
+        words += ["--donate", ",".join(map(str, plan.donated))]
+    return shlex.join([*words, *(["--verify"] if options.verify else []), "-o", "plan.html"])
