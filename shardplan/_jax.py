@@ -313,6 +313,19 @@ def source_line(equation: Equation) -> str | None:
     return f"{name}:{frame.start_line} ({frame.function_name})"
 
 
+def call_chain(equation: Equation) -> tuple[str, ...]:
+    """The functions of the user's code in which an equation was traced, by their qualified names, outermost first.
+
+    The traced function is the first one. An operation of the backward pass has those of its forward operation.
+    """
+    names: list[str] = []
+    for frame in source_info_util.user_frames(equation.source_info.traceback):
+        if frame.file_name.endswith("shardplan/program/tracing.py"):
+            break
+        names.append(frame.function_name)
+    return tuple(reversed(names))
+
+
 def module_path(equation: Equation) -> str:
     """The modules and transformations of an equation, as ``transpose(jvp(GPT))/layer_0/mlp``."""
     return str(equation.source_info.name_stack)

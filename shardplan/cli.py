@@ -1,4 +1,4 @@
-"""The command line: ``shardplan plan|compare|audit|explain|diff|rules|demo``.
+"""The command line: ``shardplan plan|compare|audit|explain|report|diff|rules|demo``.
 
 A step has the name ``module:attribute``. Its plan only needs shapes, and no devices:
 
@@ -40,22 +40,20 @@ from shardplan.compiled.target import targets
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
 from shardplan.hardware import profiles
 from shardplan.plans.file import library_version
+from shardplan.plans.page_head import STEP
 from shardplan.plans.plan import Plan
-from shardplan.plans.report import plan_record
+from shardplan.plans.report import plan_line, plan_record
 from shardplan.problem.baselines import BASELINES
 from shardplan.search import METHODS
 from shardplan.timing.operator_placement import PLACEMENT_METHODS
 
 _usual_format = warnings.formatwarning
 
-_FROM_FILE = ("audit", "explain")
+_FROM_FILE = ("audit", "explain", "report")
 """The commands that take a saved plan."""
 
 _INTERRUPTED = 130
 """The exit status after Ctrl-C, by the rule of shells: 128 plus the number of the signal."""
-
-_STEP = "step"
-"""The entry of a plan's statistics with the name of its step on the command line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,6 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     explaining = command("explain", _explain, "Say why an argument or an operation is laid out as it is.")
     _add_step(explaining, from_file=True)
     explaining.add_argument("path", help="a path of arguments (globs allowed), or an operation: op12, 'model.py:31*'")
+    reporting = command("report", _report, "Write a plan as one HTML page: tensors, collectives, memory, timeline.")
+    _add_step(reporting, from_file=True)
+    reporting.add_argument("-o", "--output", metavar="FILE", default="plan.html", help="(default: %(default)s)")
+    reporting.add_argument("--compare", action="store_true", help="put data parallelism, FSDP and others into the page")
     differing = command("diff", _diff, "Say what two saved plans do in different ways.")
     differing.add_argument("one", help="a file written by `shardplan plan --save`")
     differing.add_argument("other", help="another one")
@@ -204,12 +206,12 @@ def _make_plan(options: argparse.Namespace) -> Plan:
     if options.mesh is None:
         raise ArgumentError("say which mesh to plan for (--mesh data=2,model=4), or give a saved plan (--plan FILE)")
     plan = make_plan(step.fn, options.mesh, *step.args, **_plan_options(options))
-    return replace(plan, statistics={**plan.statistics, _STEP: options.step})
+    return replace(plan, statistics={**plan.statistics, STEP: options.step})
 
 
 def _step_of(plan: Plan, options: argparse.Namespace) -> str:
     """The name of a saved plan's step."""
-    name = plan.statistics.get(_STEP)
+    name = plan.statistics.get(STEP)
     if not isinstance(name, str):
         raise ArgumentError(
             f"the plan `{options.step}` does not say which step it is for (it was saved from Python): name the step, "
@@ -291,6 +293,18 @@ def _audit(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     text = _make_plan(options).explain(options.path)
     _print(options, {"explanation": text.splitlines()}, text)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    plan, comparison = _make_plan(options), None
+    if options.compare:
+        step = load_step(_step_of(plan, options) if options.step.endswith(".json") else options.step)
+        own = plan.recipe.options
+        chosen = {name: getattr(own, name) for name in ("memory_limit", "objective", "hardware", "donate_argnums")}
+        comparison = compare(step.fn, plan.mesh, *step.args, methods=DEFAULT_METHODS[1:], **chosen)
+    plan.to_html(options.output, comparison)
+    _print(options, {"page": options.output, **plan_record(plan)}, f"{options.output}: {plan_line(plan)}")
     return 0
 
 

@@ -87,7 +87,7 @@ def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
-    assert set(listed) == {"plan", "compare", "audit", "explain", "diff", "rules", "demo"}
+    assert set(listed) == {"plan", "compare", "audit", "explain", "report", "diff", "rules", "demo"}
     assert all(f"| `{name}" in DOCUMENT for name in listed)
 
 
@@ -110,6 +110,32 @@ def test_forms_of_a_step(step: str, capsys: pytest.CaptureFixture[str]):
     status, output, _ = run(f"plan {step} --mesh 8", capsys)
     assert status == 0
     assert "float32[64" in output
+
+
+def test_page_of_a_step(capsys: pytest.CaptureFixture[str], folder: Path):
+    """The page names the command that makes it, with the options of the plan."""
+    command = "report train:step --mesh data=2,model=4 --pin '0/params/layer_0/kernel=-,data' --compare -o page.html"
+    status, output, errors = run(command, capsys)
+    assert (status, errors) == (0, "")
+    assert output.startswith("page.html: Plan of train_step")
+    text = (folder / "page.html").read_text()
+    assert "shardplan report train:step --mesh data=2,model=4" in text
+    assert "--pin 0/params/layer_0/kernel=-,data" in text
+    assert '"fsdp",' in text
+
+
+def test_page_of_a_saved_plan(capsys: pytest.CaptureFixture[str], folder: Path):
+    run("plan train:step --mesh data=8 --save plan.json", capsys)
+    status, output, _ = run("report plan.json -o page.html --json", capsys)
+    assert status == 0
+    assert json.loads(output)["page"] == "page.html"
+    assert (folder / "page.html").exists()
+
+
+def test_page_in_a_missing_folder(capsys: pytest.CaptureFixture[str]):
+    status, output, errors = run("report train:step --mesh data=8 -o missing/page.html", capsys)
+    assert (status, output) == (2, "")
+    assert errors.splitlines() == ["shardplan: cannot write the page to `missing/page.html`: No such file or directory"]
 
 
 def test_compare_as_json(capsys: pytest.CaptureFixture[str]):

@@ -15,6 +15,7 @@ chooses the copy.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,9 +48,15 @@ _WINDOW_BYTES = 4
 def buffers_of(timeline: Timeline, donated: frozenset[int]) -> list[Buffer]:
     """All buffers. ``donated`` are the positions of inputs whose memory goes to the results that replace them."""
     found = _Buffers(timeline, donated)
-    kinds = found.values, found.results, found.copies, found.resharded_copies, found.loop_inputs, found.library_scratch
-    every = (kind() for kind in kinds)
-    return [buffer for some in every for buffer in some if buffer.start <= buffer.end]
+    kinds = (
+        (found.values, "value"),
+        (found.results, "result"),
+        (found.copies, "copy"),
+        (found.resharded_copies, "copy"),
+        (found.loop_inputs, "copy"),
+        (found.library_scratch, "scratch"),
+    )
+    return [replace(buffer, form=form) for kind, form in kinds for buffer in kind() if buffer.start <= buffer.end]
 
 
 class _Buffers:

@@ -28,7 +28,9 @@ class Buffer:
     """Memory on one device from position ``start`` to ``end``, both included.
 
     ``bytes`` is an array over the choices of ``variables``: of none, one or two variables of the problem's network.
-    ``value`` is its tensor, or None for the workspace of a library call.
+    ``value`` is its tensor, or None for the workspace of a library call. ``form`` is "value" for the tensor itself,
+    "result" for its place in the caller's memory, "copy" for a resharded copy or an unreduced result, and "scratch" for
+    the memory of a library call.
     """
 
     value: int | None
@@ -36,6 +38,7 @@ class Buffer:
     end: int
     variables: tuple[int, ...]
     bytes: Array
+    form: str = "value"
 
     def size(self, choices: NDArray[np.int64]) -> float:
         """Bytes with these choices of the problem's variables."""

@@ -8,17 +8,19 @@ the optimum of the cost model (`lower_bound`, `gap`). Its methods explain it (`e
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from shardplan.errors import no_plan
+from shardplan.pages.page import write_page
 from shardplan.plans import planned_function, state
 from shardplan.plans.diff import PlanDifference, compare_plans
 from shardplan.plans.explain import explain_plan
 from shardplan.plans.file import document_of, load_plan, plan_of_document, save_plan
+from shardplan.plans.page_head import Compared, plan_page
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.planned_function import PlannedFunction
 from shardplan.plans.report import donatable_bytes, plan_html, plan_line, plan_text
@@ -112,6 +114,14 @@ class Plan(PlanData):
         within ``time_limit`` seconds, and upper bounds for the others.
         """
         return explain_plan(self, path, time_limit)
+
+    def to_html(self, path: str | os.PathLike[str], comparison: Iterable[Compared] | None = None) -> None:
+        """Writes the plan as one HTML page: tensors, collectives, memory, operations and the timeline of the step.
+
+        The page needs no network. ``comparison`` is a result of ``shardplan.compare``, whose rows the page repeats.
+        Raises ArgumentError for a path that cannot be written.
+        """
+        write_page(path, plan_page(self, comparison))
 
     def diff(self, other: PlanData) -> PlanDifference:
         """The differences of ``other``: layouts of arguments, collectives, objective, memory.

@@ -171,7 +171,16 @@ class _Simulator:
     def _enqueue_task(self, number: int) -> None:
         task = self.tasks[number]
         collective = task.sent_bytes is not None
-        event = Event("collective" if collective else "compute", task.name, task.worker, 0.0, 0.0, task.sent_bytes or 0)
+        event = Event(
+            "collective" if collective else "compute",
+            task.name,
+            task.worker,
+            start=0.0,
+            end=0.0,
+            bytes=task.sent_bytes or 0,
+            axes=task.axes,
+            operation=task.operation,
+        )
         resource = self._link_of("out", task.worker) if collective else ("compute", task.worker)
         self._enqueue(_Activity(event, task.seconds, (resource,), number), number)
 

@@ -70,7 +70,8 @@ class _Tasks:
         )
         sums = {sent.tensor.index for sent in self.making.get(operation.index, ())}
         makes = tuple(self._number(("own", result) if result in sums else result) for result in operation.results)
-        self.tasks.append(Task(f"{operation.scope} {operation.primitive.name}", 0, seconds, reads, makes))
+        name = f"{operation.scope} {operation.primitive.name}"
+        self.tasks.append(Task(name, 0, seconds, reads, makes, operation=operation.index))
         for result in sums:
             self._finish(operation, result)
 
@@ -107,7 +108,9 @@ class _Tasks:
     def _append(self, sent: Sent, source: int, made: int) -> None:
         name = f"{sent.step.kind} {sent.tensor.name or sent.tensor.index}"
         seconds = sent_seconds(self.prices, sent)
-        self.tasks.append(Task(name, 0, seconds, (source,), (made,), sent.bytes * sent.times))
+        axes = tuple(self.schedule.space.mesh.names[axis] for axis in sorted(sent.step.axes))
+        operation = sent.operation.index if sent.operation else None
+        self.tasks.append(Task(name, 0, seconds, (source,), (made,), sent.bytes * sent.times, axes, operation))
 
     def _add_loop(self, operation: Operation) -> None:
         """Passes a loop's inputs on to its body, and the body's outputs to the loop's results."""

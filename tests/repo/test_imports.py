@@ -136,6 +136,7 @@ ORDER = {
         ("apply",),
         ("optimize",),
         ("compiled",),
+        ("pages",),
         ("plans",),
         ("audits",),
         ("auto",),

@@ -49,7 +49,8 @@ def test_wheel_holds_the_linked_folders(copy: Path):
         for folder in ("gpu_targets", "hardware_profiles")
         for file in (ROOT / "shardplan" / folder).glob("*.*")
     }
-    assert data | {"shardplan/py.typed"} <= files
+    pages = {f"shardplan/pages/page.{name}" for name in ("html", "css", "js")}
+    assert data | pages | {"shardplan/py.typed"} <= files
     probe = "import shardplan.rules, shardplan.search; print(shardplan.rules.__file__, shardplan.auto)"
     # From its folder, which comes first on the path, before this repository.
     result = run(sys.executable, "-W", "error", "-c", probe, cwd=copy / "installed")

@@ -1,0 +1,39 @@
+"""The file of a page: the data, the style and the program in one HTML text without network."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from shardplan.common.atomic_files import atomic_write
+from shardplan.errors import ArgumentError
+
+_FOLDER = Path(__file__).parent
+
+
+def page_text(title: str, data: Mapping[str, Any]) -> str:
+    """The page of some data. Names from the program are text: they come from JSON, in which `<` is escaped.
+
+    >>> "<script>alert" in page_text("a plan", {"inputs": ["<script>alert(1)</script>"]})
+    False
+    """
+    parts = {name: (_FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    encoded = json.dumps({"title": title, **data}, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        encoded = encoded.replace(character, f"\\u{ord(character):04x}")
+    return Template(parts["html"]).substitute(style=parts["css"], program=parts["js"], data=encoded)
+
+
+def write_page(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a page, atomically. Raises ArgumentError for a path that cannot be written."""
+    try:
+        with atomic_write(Path(path)) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, ValueError) as error:  # ValueError for an invalid path
+        raise ArgumentError(f"cannot write the page to `{path}`: {getattr(error, 'strerror', None) or error}") from None

@@ -1,0 +1,101 @@
+"""The page of a plan: its figures and warnings, and the data of its schedule."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from shardplan.layout.layout import axes_of
+from shardplan.pages.page import page_text
+from shardplan.pages.page_data import page_data
+from shardplan.plans.pipeline import donated_leaves, memory_limit_of, remarks_on_layouts, remarks_on_operations
+from shardplan.plans.plan_data import PlanData
+from shardplan.plans.repeated_work_report import repeated_text
+from shardplan.plans.report import (
+    donating_text,
+    evidence,
+    links_text,
+    memory_text,
+    mesh_text,
+    objective_text,
+    pins_text,
+    results_text,
+    time_text,
+)
+
+STEP = "step"
+"""The entry of a plan's statistics with the name of its step on the command line."""
+
+
+class Compared(Protocol):
+    """A row of ``shardplan.compare``."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def communication_bytes(self) -> float: ...
+    @property
+    def peak_bytes(self) -> float: ...
+    @property
+    def simulated_seconds(self) -> float: ...
+
+
+def plan_page(plan: PlanData, comparison: Iterable[Compared] | None = None) -> str:
+    """The page of a plan. Raises PlanMismatchError for a plan without its program."""
+    schedule = plan.schedule
+    data = page_data(schedule, donated_leaves(plan.program, plan.donated))
+    title = f"{plan.program.name} over mesh ({mesh_text(plan.mesh_axes)})"
+    compared = [
+        [row.method, *map(_finite, (row.communication_bytes, row.peak_bytes, row.simulated_seconds))]
+        for row in comparison or ()
+    ]
+    return page_text(title, {"head": {**plan_head(plan), "comparison": compared}, **data})
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def plan_head(plan: PlanData) -> dict[str, Any]:
+    """The figures, texts and warnings above the page's tabs."""
+    options, repeated, step = plan.recipe.options, plan.statistics.get("repeated"), plan.step_time
+    said = (links_text, time_text, pins_text, results_text, memory_text, donating_text)
+    return {
+        "communication_bytes": plan.communication_bytes,
+        "peak_bytes": float(plan.peak_bytes),
+        "limit": float(memory_limit_of(options)),
+        "verified": None if plan.verified is None else str(plan.verified["target"]),
+        "host_bytes": float(plan.host_bytes),
+        "objective": objective_text(plan, plan.objective),
+        "gap": plan.gap if math.isfinite(plan.lower_bound) else None,
+        "repeated": None if repeated is None else float(repeated["share"]),
+        "seconds": {"work": step.work, "exposed": step.exposed, "hidden": step.hidden},
+        "texts": [text for text in (evidence(plan) + repeated_text(plan), *(one(plan) for one in said)) if text],
+        "warnings": [
+            *remarks_on_operations(plan.schedule),
+            *remarks_on_layouts(plan.program, plan.mesh, options.pins),
+        ],
+        "command": _command(plan),
+    }
+
+
+def _command(plan: PlanData) -> str:
+    """The command that makes the page, or the call for a plan that was made in Python."""
+    step, options = plan.statistics.get(STEP), plan.recipe.options
+    if not isinstance(step, str):
+        return 'plan.to_html("plan.html")'
+    words = ["shardplan", "report", step, "--mesh", ",".join(f"{name}={size}" for name, size in plan.mesh_axes.items())]
+    if options.memory_limit is not None:
+        words += ["--memory-limit", f"{options.memory_limit:.0f}B"]
+    if options.objective != "bytes":
+        words += ["--objective", options.objective]
+    if isinstance(options.hardware, str):
+        words += ["--hardware", options.hardware]
+    for path, spec in (options.pins or {}).items():
+        entries = ["+".join(axes_of(entry)) or "-" for entry in spec]
+        words += ["--pin", f"{path}={','.join(entries)}"]
+    if plan.donated:
+        words += ["--donate", ",".join(map(str, plan.donated))]
+    return shlex.join([*words, *(["--verify"] if options.verify else []), "-o", "plan.html"])
