@@ -128,6 +128,23 @@ def _local_prices(
     return prices, False
 
 
+def without_transition(network: Network, choices: Sequence[int], number: int) -> tuple[float, dict[int, int]] | None:
+    """The extra cost of a neighbourhood's best assignment whose edge of this number costs nothing, and its choices by
+    variable. None where no assignment of the neighbourhood is one."""
+    u, v, table = network.edges[number]
+    around = _neighbours(network)
+    near = _nearest(around, u, _NEIGHBOURHOODS[1])
+    near += [v] if v not in near else []
+    part = _part(network, around, choices, near)
+    planned = part.cost([choices[variable] for variable in near])
+    free = np.where(network.tables[table] > 0, np.inf, 0.0)
+    part.add_edge(near.index(u), near.index(v), free)
+    solution = solve(part, gap=_LOCAL_PRECISION, time_limit=_LOCAL_SECONDS)
+    if not np.isfinite(solution.cost):
+        return None
+    return max(0.0, solution.cost - planned), dict(zip(near, solution.choices.tolist(), strict=True))
+
+
 def _in_order(network: Network, variable: int, possible: NDArray[np.bool_], until: float) -> Iterator[Solution]:
     """The best assignments with each possible choice of a variable, cheapest first, up to a time."""
     left = possible.copy()

@@ -16,9 +16,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardplan.errors import no_plan
 from shardplan.plans import planned_function, state
+from shardplan.plans.collectives_table import collectives_table
 from shardplan.plans.diff import PlanDifference, compare_plans
 from shardplan.plans.explain import explain_plan
 from shardplan.plans.file import document_of, load_plan, plan_of_document, save_plan
+from shardplan.plans.hotspots import hotspots_text
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.planned_function import PlannedFunction
 from shardplan.plans.report import donatable_bytes, plan_html, plan_line, plan_text
@@ -134,6 +136,20 @@ class Plan(PlanData):
         Raises ArgumentError with the nearest paths if nothing matches.
         """
         return explain_plan(self, path, time_limit)
+
+    def table(self, limit: int = 40) -> str:
+        """The collectives, those that send most first: kind, mesh axes, tensor, operation, source line, bytes, share.
+
+        Those of equal layers are one row.
+        """
+        return collectives_table(self, limit)
+
+    def hotspots(self, count: int = 10) -> str:
+        """The costliest transitions, those of equal layers as one, and the cheapest way to remove each.
+
+        A way is the best of a search of some hundred choices around the transition. Its price is an upper bound.
+        """
+        return hotspots_text(self, count)
 
     def diff(self, other: PlanData) -> PlanDifference:
         """The differences of ``other``: layouts of arguments, collectives, objective, memory.

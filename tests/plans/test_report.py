@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import ArgumentError, Plan
+from shardplan.common.tables import size_cell
 from shardplan.models import gpt, mlp
-from shardplan.plans.alternatives import alternatives
+from shardplan.plans.alternatives import alternatives, without_transition
 from shardplan.plans.report import layout_groups, plan_record, planned_traffic
 from shardplan.search import Network
 
@@ -314,6 +315,64 @@ def _chain_optimum(costs: np.ndarray, tables: np.ndarray) -> tuple[list[int], fl
     for pointer in reversed(pointers):
         choices.append(int(pointer[choices[-1]]))
     return choices[::-1], float(totals[-1].min())
+
+
+def test_table_of_collectives(plan: Plan):
+    """Its shares and its total are those of the plan, also where rows are left out."""
+    whole, short = plan.table().splitlines(), plan.table(limit=2).splitlines()
+    assert size_cell(plan.communication_bytes) in whole[-1] and whole[-1].split() == short[-1].split()
+    assert sum(float(line.split()[-2]) for line in whole[2:-1]) == pytest.approx(100, abs=1)
+    assert len(short) == 6 and short[4].startswith("and ")
+
+
+def test_table_of_equal_layers():
+    """Collectives of layers that only differ in their numbers are one row."""
+
+    def step(state, x):
+        for w in state:
+            x = jax.numpy.tanh(x @ w)
+        return x
+
+    pins = {"0/*": P("data"), "1": P("data")}
+    plan = shardplan.plan(
+        step, MESH, [jax.ShapeDtypeStruct((256, 256), "float32")] * 8, jax.ShapeDtypeStruct((4096, 256), "float32"),
+        pins=pins, hardware="h100",
+    )  # fmt: skip
+    assert re.search(r"^all-gather +data .* 0/\* .* 8 ", plan.table(), re.MULTILINE)
+    assert "in 8 equal layers" in plan.hotspots()
+
+
+def test_hotspots(plan: Plan):
+    """They are in the order of their costs, each with what would remove it."""
+    text = plan.hotspots(5)
+    costs = [_megabytes(cost) for cost in re.findall(r"^([\d.,]+ \w+) \(", text, re.MULTILINE)]
+    assert len(costs) == 5 and costs == sorted(costs, reverse=True)
+    assert text.count("  removed by  ") == 5 and len(re.findall(r", for \+[\d.,]+ \w+ each$", text, re.MULTILINE)) >= 3
+
+
+def test_removal_against_brute_force():
+    """The price of a free transition is that of the best assignment with it."""
+    generator = np.random.default_rng(2)
+    for _ in range(10):
+        network = Network()
+        for _ in range(4):
+            network.add_variable(generator.integers(0, 9, 3))
+        for u, v in [(0, 1), (1, 2), (2, 3), (3, 0)]:
+            table = generator.integers(0, 9, (3, 3))
+            table[0, 1] = 0
+            network.add_edge(u, v, table)
+        costs = {choices: network.cost(choices) for choices in np.ndindex(3, 3, 3, 3)}
+        best = min(costs, key=costs.__getitem__)
+        found = without_transition(network, best, 1)
+        free = [choices for choices in costs if network.tables[1][choices[1], choices[2]] == 0]
+        assert found is not None
+        assert found[0] == min(costs[choices] for choices in free) - costs[best]
+
+
+def test_hotspots_of_a_plan_that_sends_nothing():
+    plan = shardplan.plan(lambda x: x + 1, MESH, jax.ShapeDtypeStruct((64,), "float32"))
+    assert plan.hotspots() == "no transition sends anything"
+    assert "total" in plan.table()
 
 
 def test_no_module_of_the_reports_prints_addresses(plan: Plan):
