@@ -5,8 +5,8 @@ A step has the name ``module:attribute``. Its plan only needs shapes, and no dev
     shardplan plan train:step --mesh data=2,model=4 --save plan.json
     shardplan explain train:step '0/params/*/kernel' --plan plan.json
 
-The exit status is 0, or 1 for an audit outside of its tolerance and for a difference with ``diff --exit-code``, 2 for an
-error, and 130 after Ctrl-C. An error is one message, or the traceback of an exception from the step.
+The exit status is 0, or 1 for an audit outside of its tolerance and for a difference with ``diff --exit-code``, 2 for
+an error, and 130 after Ctrl-C. An error is one message, or the traceback of an exception from the step.
 """
 
 from __future__ import annotations

@@ -177,7 +177,8 @@ class Audit:
 
     def _verdict(self) -> str:
         unexplained = f"{size_text(self.unexplained_bytes)} that no planned collective explains"
-        return f"compiled / predicted bytes: {self.ratio:.4f}; {unexplained}{self._times()}{self.compiled.counted_once}{self._gathered()}"
+        counted = f"{self.compiled.counted_once}{self._gathered()}"
+        return f"compiled / predicted bytes: {self.ratio:.4f}; {unexplained}{self._times()}{counted}"
 
     def _gathered(self) -> str:
         """A line for each involuntary full rematerialization."""
@@ -236,9 +237,9 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         if dict(mesh.shape) != axes:
             raise ArgumentError(f"the plan is for a mesh of axes `{axes}`, and this one has `{dict(mesh.shape)}`.")
     planned = plan if isinstance(plan, PlanData) else None
-    with caught_rematerializations() as gathered, only_described():
-        with name_missing_library(planned.program if planned else None):
-            report = measure(plan.lower(mesh), axes)
+    library = name_missing_library(planned.program if planned else None)
+    with caught_rematerializations() as gathered, only_described(), library:
+        report = measure(plan.lower(mesh), axes)
     return Audit(
         target=target,
         predicted=_planned(plan.collectives, axes),

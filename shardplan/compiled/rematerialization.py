@@ -4,7 +4,7 @@ Where XLA's partitioner knows no collectives from one sharding to another, it ga
 It says so in its log, on file descriptor 2, and nowhere else:
 
 >>> line = (
-...     "W1128 14:10:37.5 26069 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler cannot "
+...     "W1128 14:10:37 26069 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler cannot "
 ...     "go from sharding {devices=[2,4]<=[8]} to {devices=[1,8]<=[8]} efficiently for HLO operation %reshape.0 = "
 ...     'f32[32,16]{1,0} reshape(%mul.1), metadata={op_name="jit(f)/op7/reshape" stack_frame_id=4}. As the last resort'
 ... )

@@ -91,7 +91,6 @@ def test_specs(plan: Plan):
     (state, batch), (new_state, loss) = plan.specs()
     assert state["params"]["layer_1"]["kernel"] == plan.layouts["0/params/layer_1/kernel"]
     assert batch["inputs"] == plan.layouts["1/inputs"]
-    assert jax.tree.structure(new_state) == jax.tree.structure(state)
     assert (new_state, loss) == (state, P())
 
 
