@@ -5,8 +5,8 @@ A step has the name ``module:attribute``. Its plan only needs shapes, and no dev
     shardplan plan train:step --mesh data=2,model=4 --save plan.json
     shardplan explain train:step '0/params/*/kernel' --plan plan.json
 
-The exit status is 0, or 1 for an audit outside of its tolerance, 2 for an error, and 130 after Ctrl-C. An error is one
-message, or the traceback of an exception from the step.
+The exit status is 0, or 1 for an audit outside of its tolerance and for a difference with ``diff --exit-code``, 2 for
+an error, and 130 after Ctrl-C. An error is one message, or the traceback of an exception from the step.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ with without_cuda_notice():
 import numpy as np
 
 from shardplan.audits.audit import audit
+from shardplan.audits.junit import save_junit
 from shardplan.auto import plan as make_plan
 from shardplan.cli_arguments import load_step, parse_pins, parse_positions
 from shardplan.compare import DEFAULT_METHODS, compare
@@ -129,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0.02,
         help="allowed difference of bytes, as a fraction (default: %(default)s)",
     )
+    auditing.add_argument("--junit", metavar="FILE", help="write the result as a JUnit report")
     explaining = command("explain", _explain, "Say why an argument or an operation is laid out as it is.")
     _add_step(explaining, from_file=True)
     explaining.add_argument("path", help="a path of arguments (globs allowed), or an operation: op12, 'model.py:31*'")
@@ -140,6 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     differing.add_argument("one", help="a file written by `shardplan plan --save`")
     differing.add_argument("other", help="another one")
     differing.add_argument("--json", action="store_true", help="print JSON")
+    differing.add_argument(
+        "--exit-code", action="store_true", help="exit with 1 if the plans differ, as `git diff` does"
+    )
     ruling = command("rules", _rules, "List every primitive with what it computes and how it splits.")
     ruling.add_argument("--json", action="store_true", help="print JSON")
     command("demo", _no_demo, "Train a GPT on emulated devices, then plan and compile a larger one for 8 H100.")
@@ -285,7 +290,13 @@ def _audit(options: argparse.Namespace) -> int:
             }
             for one in found.compiled.collectives
         ],
+        "rematerialized": [
+            {"tensor": one.tensor, "before": one.before, "after": one.after, "operation": one.op_name, "source": source}
+            for one, source in found.rematerialized
+        ],
     }
+    if options.junit:
+        save_junit(found, options.junit, options.step, options.tolerance)
     _print(options, record, f"{found}\n\n{found.overlap()}" if agrees else f"{found}\n\n{found.details()}")
     return 0 if agrees else 1
 
@@ -313,7 +324,7 @@ def _diff(options: argparse.Namespace) -> int:
     specs = {path: [None if s is None else list(s) for s in pair] for path, pair in difference.layouts.items()}
     traffic = [{"kind": k, "axes": axes, "bytes": pair} for (k, axes), pair in difference.traffic.items()]
     _print(options, {"layouts": specs, "collectives": traffic, "figures": difference.measures}, difference)
-    return 0
+    return int(options.exit_code and bool(difference))
 
 
 def _rules(options: argparse.Namespace) -> int:

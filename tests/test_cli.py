@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from xml.etree import ElementTree
 
 import jax
 import pytest
@@ -169,6 +170,30 @@ def test_an_audit_outside_of_its_tolerance_is_status_1(
         record = json.loads(output)
         assert status == expected
         assert record["ratio"] == pytest.approx(1.1) and record["within_tolerance"] == (not expected)
+
+
+def test_exit_code_of_a_difference(capsys: pytest.CaptureFixture[str]):
+    """The status is 1 for plans that differ, and 0 for equal ones and without the option."""
+    run("plan train:step --mesh data=8 --save one.json", capsys)
+    run("plan train:step --mesh data=8 --save same.json", capsys)
+    run("plan train:step --mesh data=8 --pin 0/params/layer_0/kernel=data --save two.json", capsys)
+    assert run("diff --exit-code one.json same.json", capsys)[:2] == (0, "the plans are equal\n")
+    assert run("diff --exit-code one.json two.json", capsys)[0] == 1
+    assert run("diff one.json two.json", capsys)[0] == 0
+    Path("torn.json").write_text("{")
+    assert run("diff --exit-code one.json torn.json", capsys)[0] == 2
+
+
+@needs_compiler
+def test_audit_as_a_junit_report(capsys: pytest.CaptureFixture[str]):
+    """It has one test, which fails where the status is 1. A path that cannot be written is an error."""
+    command = "audit train:step --mesh data=8 --pin 1/inputs=data --pin '0/*=' --junit"
+    assert run(f"{command} good.xml", capsys)[0] == 0
+    suite = ElementTree.parse("good.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("1", "0")
+    assert "compiled / predicted bytes" in (suite.findtext("testcase/system-out") or "")
+    status, _, errors = run(f"{command} nowhere/audit.xml", capsys)
+    assert status == 2 and "cannot write the report to `nowhere/audit.xml`: No such file" in errors
 
 
 @needs_compiler

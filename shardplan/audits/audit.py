@@ -25,8 +25,9 @@ from shardplan.compiled.program import Axes as Axes
 from shardplan.compiled.program import CompiledMemory as CompiledMemory
 from shardplan.compiled.program import CompiledReport as CompiledReport
 from shardplan.compiled.program import Traffic as Traffic
-from shardplan.compiled.program import axes_text
+from shardplan.compiled.program import axes_text, operation_of
 from shardplan.compiled.program import measure as measure
+from shardplan.compiled.rematerialization import Rematerialization, caught_rematerializations
 from shardplan.compiled.target import gpu_mesh, only_described
 from shardplan.errors import ArgumentError, no_plan
 from shardplan.plans.plan_data import PlanData
@@ -84,6 +85,8 @@ class Audit:
             differences of operations may cancel each other. Those of the totals are real.
         predicted_time: the parts of a step's time, as planned.
         compiled_time: the same with the overlap of the compiler's schedule.
+        rematerialized: tensors that XLA gathers whole for want of collectives ("involuntary full rematerialization"),
+            each with the source line of its operation.
     """
 
     target: str
@@ -95,6 +98,7 @@ class Audit:
     predicted_time: StepTime | None = None
     compiled_time: CompiledTime | None = None
     predicted_host_bytes: float = 0.0
+    rematerialized: tuple[tuple[Rematerialization, str], ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -173,7 +177,16 @@ class Audit:
 
     def _verdict(self) -> str:
         unexplained = f"{size_text(self.unexplained_bytes)} that no planned collective explains"
-        return f"compiled / predicted bytes: {self.ratio:.4f}; {unexplained}{self._times()}{self.compiled.counted_once}"
+        counted = f"{self.compiled.counted_once}{self._gathered()}"
+        return f"compiled / predicted bytes: {self.ratio:.4f}; {unexplained}{self._times()}{counted}"
+
+    def _gathered(self) -> str:
+        """A line for each involuntary full rematerialization."""
+        return "".join(
+            f"\nXLA gathers the whole {one.tensor}, from {one.before} to {one.after}, at {source or 'no known line'}"
+            f"{f' ({one.op_name})' if one.op_name else ''}"
+            for one, source in self.rematerialized
+        )
 
     def _times(self) -> str:
         if self.predicted_time is None or self.compiled_time is None:
@@ -224,7 +237,8 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         if dict(mesh.shape) != axes:
             raise ArgumentError(f"the plan is for a mesh of axes `{axes}`, and this one has `{dict(mesh.shape)}`.")
     planned = plan if isinstance(plan, PlanData) else None
-    with only_described(), name_missing_library(planned.program if planned else None):
+    library = name_missing_library(planned.program if planned else None)
+    with caught_rematerializations() as gathered, only_described(), library:
         report = measure(plan.lower(mesh), axes)
     return Audit(
         target=target,
@@ -236,7 +250,14 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         predicted_time=planned.step_time if planned else None,
         compiled_time=compiled_time(planned, report) if planned else None,
         predicted_host_bytes=planned.host_bytes if planned else 0.0,
+        rematerialized=tuple((one, _source_of(one, planned)) for one in gathered),
     )
+
+
+def _source_of(gathered: Rematerialization, plan: PlanData | None) -> str:
+    """The source line of the planned operation that a rematerialization is in, or nothing."""
+    operation = operation_of(gathered.op_name)
+    return "" if plan is None or operation is None else plan.program.operations[operation].source
 
 
 def _planned(found: Iterable[PlannedCollective], mesh_axes: Mapping[str, int]) -> dict[tuple[str, Axes], Traffic]:

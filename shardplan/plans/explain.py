@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import prod
+from functools import cached_property
+from math import isfinite, prod
+from typing import Any
 
 from shardplan import _jax, rules
 from shardplan.common.tables import megabytes, size_text
@@ -19,10 +22,16 @@ from shardplan.program.program import Constant, Operation, operand_type
 from shardplan.timing.step_time import memory_traffic
 
 _MAX_SUBJECTS = 6
-"""The most arguments or operations of one explanation. It names the others."""
+"""The most different arguments or operations of one explanation. It names the others."""
 
 _MAX_LINES = 12
 """The most readers, collectives and alternatives of each."""
+
+_MAX_NAMES = 4
+"""The most names of equal arguments or operations."""
+
+_MAX_NEAREST = 5
+"""The most paths that an error offers."""
 
 
 def explain_plan(plan: PlanData, pattern: str, time_limit: float) -> str:
@@ -30,22 +39,30 @@ def explain_plan(plan: PlanData, pattern: str, time_limit: float) -> str:
     program = plan.program
     arguments = [i for i in program.inputs if fnmatchcase(program.values[i].name or "", pattern)]
     operations = [] if arguments else [o for o in program.operations if _matches(o, pattern)]
-    count = len(arguments or operations)
-    if not count:
-        paths = list(dict.fromkeys(glob_of(argument.path) for argument in plan.arguments))
-        listed = ", ".join(f"`{path}`" for path in paths[:8]) + (", ..." if len(paths) > 8 else "")
-        raise ArgumentError(
-            f"`{pattern}` matches no argument and no operation: give a path ({listed}), an operation such as `op12`, "
-            "or a source line such as `model.py:31*`"
-        )
-    explainer = _Explainer(plan, time_limit / min(count, _MAX_SUBJECTS))
-    texts = [explainer.argument(index) for index in arguments[:_MAX_SUBJECTS]]
-    texts += [explainer.operation(operation) for operation in operations[:_MAX_SUBJECTS]]
-    if count > _MAX_SUBJECTS:
-        rest = [program.values[i].name or "" for i in arguments[_MAX_SUBJECTS:]]
-        rest += [o.scope for o in operations[_MAX_SUBJECTS:]]
+    if not arguments and not operations:
+        raise _no_match(plan, pattern)
+    explainer = _Explainer(plan)
+    groups: dict[Any, list[Any]] = {}
+    for subject in arguments or operations:
+        groups.setdefault(explainer.signature(subject), []).append(subject)
+    shown = list(groups.values())[:_MAX_SUBJECTS]
+    explainer.time_limit = time_limit / len(shown)
+    texts = [explainer.text(equal) for equal in shown]
+    if len(groups) > _MAX_SUBJECTS:
+        rest = [explainer.name(equal[0]) for equal in list(groups.values())[_MAX_SUBJECTS:]]
         texts.append(f"and {len(rest)} more: {', '.join(rest[:_MAX_LINES])}{', ...' if len(rest) > _MAX_LINES else ''}")
     return "\n\n".join(texts)
+
+
+def _no_match(plan: PlanData, pattern: str) -> ArgumentError:
+    """The error of a pattern without a match, with the nearest paths."""
+    paths = list(dict.fromkeys(glob_of(argument.path) for argument in plan.arguments))
+    nearest = get_close_matches(pattern, paths, n=_MAX_NEAREST, cutoff=0.0)
+    listed = ", ".join(f"`{path}`" for path in nearest) + (", ..." if len(paths) > len(nearest) else "")
+    return ArgumentError(
+        f"`{pattern}` matches no argument and no operation: give a path (the nearest are {listed}), an operation such "
+        "as `op12`, or a source line such as `model.py:31*`"
+    )
 
 
 def _matches(operation: Operation, pattern: str) -> bool:
@@ -68,20 +85,57 @@ def _place(operation: Operation) -> str:
 class _Explainer:
     """Texts on one plan. ``time_limit`` in seconds is for the searches of each subject."""
 
-    def __init__(self, plan: PlanData, time_limit: float) -> None:
+    time_limit = 0.0
+
+    def __init__(self, plan: PlanData) -> None:
         self._plan = plan
         self._schedule = plan.schedule
         self._program = plan.program
         self._problem = plan.schedule.problem
         self._mesh = plan.schedule.space.mesh
-        self._time_limit = time_limit
+
+    def signature(self, subject: int | Operation) -> Any:
+        """A key that arguments or operations of equal layers have in common."""
+        if isinstance(subject, Operation):
+            strategy = self._schedule.assignment.strategies.get(subject.index)
+            kept = self._schedule.assignment.values
+            return glob_of(_place(subject)), subject.primitive.name, strategy, *map(kept.get, subject.results)
+        value = self._program.values[subject]
+        readers = sorted(
+            (o.primitive.name, glob_of(_place(o)), str(self._read(o, subject))) for o in self._readers.get(subject, ())
+        )
+        layouts = self._schedule.assignment.values[subject], self._schedule.copy(subject)
+        return glob_of(value.name or ""), value.shape, str(value.dtype), layouts, tuple(readers)
+
+    def name(self, subject: int | Operation) -> str:
+        """The path of an argument, or the number of an operation."""
+        return subject.scope if isinstance(subject, Operation) else self._program.values[subject].name or "argument"
+
+    def text(self, equal: Sequence[Any]) -> str:
+        """The text on the first one of equal arguments or operations."""
+        first = equal[0]
+        text = self.operation(first) if isinstance(first, Operation) else self.argument(first)
+        if len(equal) == 1:
+            return text
+        title, rest = text.split("\n", 1)
+        others = ", ".join(map(self.name, equal[1 : _MAX_NAMES + 1])) + (", ..." if len(equal) > _MAX_NAMES + 1 else "")
+        return "\n".join((title, f"  {'the same for':14}{len(equal) - 1} more: {others}", rest))
+
+    @cached_property
+    def _readers(self) -> dict[int, list[Operation]]:
+        """The operations that read each value."""
+        found: dict[int, list[Operation]] = {}
+        for operation in self._program.operations:
+            for operand in dict.fromkeys(o for o in operation.operands if isinstance(o, int)):
+                found.setdefault(operand, []).append(operation)
+        return found
 
     def argument(self, index: int) -> str:
         """The text on one argument."""
         value = self._program.values[index]
         name = value.name or ""
         layout = self._schedule.assignment.values[index]
-        readers = [o for o in self._program.operations if index in o.operands]
+        readers = self._readers.get(index, [])
         spec = to_spec(self._mesh, layout)  # arguments are never partial
         degree = self._mesh.degree([axis for axes in layout for axis in axes])
         where = f" in {value.memory_kind}" if value.memory_kind else ""
@@ -144,21 +198,31 @@ class _Explainer:
         if self._plan.statistics.get("traffic") and not self._problem.traffic:  # of a plan from a file
             self._problem.traffic = memory_traffic(self._problem)
             vars(self._problem).pop("network", None)  # built without traffic
-        found = alternatives(self._problem.network, choices, variable, self._time_limit)
+        found = alternatives(self._problem.network, choices, variable, self.time_limit, self._plan.gap)
         if not found:
             return ["none: it is pinned"]
         return [f"{labels[other.choice]}: {self._extra(other)}" for other in found]
 
     def _extra(self, other: Alternative) -> str:
-        if other.extra_cost == float("inf"):
-            return "impossible"
-        how = "exact" if other.searched else "at most: by a local search"
+        """A price, or the interval that holds it."""
+        if not isfinite(other.extra_cost):
+            known = other.at_least > 0
+            return f"+{self._amount(other.at_least)} or more" if known else "not found near the plan"
+        if other.exact:
+            return f"+{self._amount(other.extra_cost)} (exact)"
+        least = self._amount(max(0.0, other.at_least))
+        return f"+{least} to {self._amount(other.extra_cost)} (interval)"
+
+    def _amount(self, amount: float) -> str:
         in_bytes = not OBJECTIVES[self._plan.recipe.options.objective].counts_time
-        in_one_unit = in_bytes and other.extra_cost >= 1e3  # for a comparison
-        text = f"{megabytes(other.extra_cost)} MB" if in_one_unit else objective_text(self._plan, other.extra_cost)
-        return f"+{text} ({how})"
+        in_one_unit = in_bytes and amount >= 1e3  # for a comparison
+        return f"{megabytes(amount)} MB" if in_one_unit else objective_text(self._plan, amount)
 
     def _reading(self, operation: Operation, index: int) -> str:
+        return f"{_named(operation)} as {self._read(operation, index)}, {_place(operation)}"
+
+    def _read(self, operation: Operation, index: int) -> str:
+        """The layouts in which an operation reads a value, as text."""
         strategy = self._schedule.assignment.strategies.get(operation.index)
         layouts = strategy.operands if strategy else (None,) * len(operation.operands)
         wanted = {
@@ -166,7 +230,7 @@ class _Explainer:
             for o, layout in zip(operation.operands, layouts, strict=True)
             if o == index and layout is not None
         }
-        return f"{_named(operation)} as {' and '.join(sorted(wanted)) or 'it is'}, {_place(operation)}"
+        return " and ".join(sorted(wanted)) or "it is"
 
     def _update(self, output: int) -> set[int]:
         """The tensors of equally many elements that a new state is computed from, back to their makers."""

@@ -12,18 +12,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardplan.errors import no_plan
 from shardplan.pages.page import write_page
 from shardplan.plans import planned_function, state
+from shardplan.plans.collectives_table import collectives_table
 from shardplan.plans.diff import PlanDifference, compare_plans
 from shardplan.plans.explain import explain_plan
 from shardplan.plans.file import document_of, load_plan, plan_of_document, save_plan
+from shardplan.plans.hotspots import hotspots_text
 from shardplan.plans.page_head import Compared, plan_page
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.planned_function import PlannedFunction
 from shardplan.plans.report import donatable_bytes, plan_html, plan_line, plan_text
+from shardplan.plans.sharding_rules import logical_rules, result_layouts, sharding_rules, specs_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,6 +58,30 @@ class Plan(PlanData):
     def abstract(self) -> Any:
         """``jax.ShapeDtypeStruct``s with these shardings, for restores by Orbax: ``plan.abstract[0]`` is the state."""
         return state.abstract_of(self)
+
+    def specs(self) -> tuple[Any, Any]:
+        """The ``PartitionSpec``s of arguments and results, in their structures.
+
+        Those of arguments are a tuple, or a pair ``(args, kwargs)`` for a step with keyword arguments.
+        """
+        return specs_of(self)
+
+    def to_rules(self, results: bool = False) -> list[tuple[str, PartitionSpec]]:
+        """A short list of (path pattern, ``PartitionSpec``), from which the layout of every argument follows.
+
+        The first pattern that matches a path has its layout (``fnmatch.fnmatchcase``; `*` matches slashes too). With
+        ``results``, the rules are those of the results.
+        """
+        return sharding_rules(result_layouts(self) if results else self.layouts)
+
+    def to_logical_rules(self, names: Any) -> list[tuple[str, str | tuple[str, ...] | None]]:
+        """Logical axis rules for ``flax.linen.logical_axis_rules`` and MaxText's ``logical_axis_rules``.
+
+        ``names`` is a tree of the arguments, or of some of them, with ``PartitionSpec``s of logical names as leaves:
+        ``({"params": flax.linen.get_partition_spec(variables)["params"]},)``. Raises ArgumentError where dimensions of
+        one name have different layouts.
+        """
+        return logical_rules(self.layouts, names)
 
     def place(self, tree: Any, argument: int | str | None = None) -> Any:
         """An argument, such as a batch, in its planned layout. Each of several processes may give its own rows.
@@ -106,12 +133,14 @@ class Plan(PlanData):
         """
         return Plan.of(load_plan(path, mesh))
 
-    def explain(self, path: str, time_limit: float = 5.0) -> str:
+    def explain(self, path: str, time_limit: float = 1.2) -> str:
         """The reasons for the layout of an argument (a path glob) or an operation (``op12``, or a glob of its source
         line or module).
 
-        The text has its layout, readers and collectives, and the costs of other layouts. These are exact for searches
-        within ``time_limit`` seconds, and upper bounds for the others.
+        The text has its layout, readers and collectives, and the costs of other layouts: exact ones, or intervals
+        where ``time_limit`` seconds of search do not prove a cost. Equal layers are one paragraph.
+
+        Raises ArgumentError with the nearest paths if nothing matches.
         """
         return explain_plan(self, path, time_limit)
 
@@ -122,6 +151,20 @@ class Plan(PlanData):
         Raises ArgumentError for a path that cannot be written.
         """
         write_page(path, plan_page(self, comparison))
+
+    def table(self, limit: int = 40) -> str:
+        """The collectives, those that send most first: kind, mesh axes, tensor, operation, source line, bytes, share.
+
+        Those of equal layers are one row.
+        """
+        return collectives_table(self, limit)
+
+    def hotspots(self, count: int = 10) -> str:
+        """The costliest transitions, those of equal layers as one, and the cheapest way to remove each.
+
+        A way is the best of a search of some hundred choices around the transition. Its price is an upper bound.
+        """
+        return hotspots_text(self, count)
 
     def diff(self, other: PlanData) -> PlanDifference:
         """The differences of ``other``: layouts of arguments, collectives, objective, memory.

@@ -1,7 +1,9 @@
 """Audits: a plan's prediction and the compiled program."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import shardplan
 from shardplan.audits.attribution import attribute
-from shardplan.audits.audit import Audit, CompiledMemory, CompiledReport, audit
+from shardplan.audits.audit import Audit, CompiledMemory, CompiledReport, _source_of, audit
+from shardplan.audits.junit import junit_text
 from shardplan.compiled.hlo.collectives import collectives
+from shardplan.compiled.rematerialization import caught_rematerializations, rematerializations
 from shardplan.compiled.target import gpu_mesh
 from shardplan.errors import ArgumentError, ShardplanError
 from shardplan.layout.collectives import CollectiveKind
@@ -239,3 +244,66 @@ def test_concatenated_tensors_and_a_missing_one():
     left, *others = attribute(planned, compiled, {"x": 8})
     assert (left.operation, left.compiled_bytes) == (2, 0)
     assert [traffic.difference for traffic in others] == [0, 0]
+
+
+@dataclass(frozen=True)
+class GatheringPlan(HandMadePlan):
+    """A reshape from one layout to another that XLA only knows by way of the whole tensor."""
+
+    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+        def function(x):
+            with jax.named_scope("op7"):
+                y = jax.lax.with_sharding_constraint(2 * x, NamedSharding(mesh, P("data", "model", None)))
+                y = y.reshape(64, 8, 16, 16)
+                return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P(None, None, ("data", "model"), None)))
+
+        step = jax.jit(function, in_shardings=NamedSharding(mesh, P("data")))
+        return step.lower(jax.ShapeDtypeStruct((64, 128, 16), jnp.float32))
+
+
+@compiles_for_gpus
+def test_involuntary_full_rematerialization(capfd: pytest.CaptureFixture[str]):
+    """The audit names the tensor and its operation, and XLA's lines do not reach stderr."""
+    found = audit(GatheringPlan((), MESH))
+    assert any(one.tensor.startswith("f32[") and "op7" in one.op_name for one, _ in found.rematerialized)
+    assert "XLA gathers the whole f32[" in str(found)
+    assert "Involuntary" not in capfd.readouterr().err
+    assert not audit(plan()).rematerialized
+
+
+def test_lines_of_other_writers_to_stderr(capfd: pytest.CaptureFixture[str]):
+    """They are written after the compilation."""
+    with caught_rematerializations() as found:
+        os.write(2, b"another line\n")
+        os.write(2, LOGGED.encode())
+    assert capfd.readouterr().err == "another line\n"
+    assert [one.tensor for one in found] == ["f32[32,16]"]
+
+
+LOGGED = (
+    "W0 1 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler cannot go from sharding "
+    "{devices=[2,4]<=[8]} to {devices=[1,8]<=[8]} efficiently for HLO operation %a.1 = f32[32,16]{1,0} add(%b, %c), "
+    'metadata={op_name="jit(f)/op0/add"}. As the last resort\n'
+)
+
+
+def test_source_line_of_a_rematerialization():
+    """Its operation's number leads to the line of the user's code; without a number there is none."""
+    shape = jax.ShapeDtypeStruct((8, 8), "float32")
+    made = shardplan.plan(lambda x, y: x + y, "data=8", shape, shape)
+    (found,) = rematerializations(LOGGED)
+    assert _source_of(found, made).startswith("test_audit.py:")
+    assert _source_of(replace(found, op_name="jit(f)/add"), made) == ""
+
+
+@pytest.mark.parametrize("tolerance", [0.02, 0.5])
+def test_junit_of_an_audit_with_odd_characters(tolerance: float):
+    """The report is XML whatever the name, and its test fails outside of the tolerance."""
+    memory = CompiledMemory(*(0,) * len(fields(CompiledMemory)))
+    report = CompiledReport({"data": 8}, (), memory, 1.0, "", None, None)
+    found = Audit("h100", {}, 100.0, 0.0, replace(report), ())
+    suite = ElementTree.fromstring(junit_text(replace(found, predicted_bytes=0.0), "a<b>\x00&\u4e2d", tolerance))
+    assert suite.get("failures") == "0"
+    failed = ElementTree.fromstring(junit_text(found, "step", tolerance))
+    failure = failed.find("testcase/failure")
+    assert failure is not None and f"the tolerance is {tolerance:g}" in failure.get("message", "")
