@@ -116,6 +116,9 @@ class _Rewriting:
         self._now: dict[int, int] = {}  # what has passed a barrier, by what it was
         self._pending: list[int] = []  # the gradients of weights since the last barrier
         self._continuing, self._ends = _continuing(program), frozenset(ending(program))
+        self._waiting: dict[int, list[Operation]] = {}  # by the gradient that they wait for
+        for index, tie in ties(program).items():
+            self._waiting.setdefault(tie, []).append(program.operations[index])
 
     def program(self) -> Program:
         """The program, with everything rewritten."""
@@ -124,12 +127,15 @@ class _Rewriting:
             if operation.region:
                 inner.append(operation)
                 continue
+            own = operation
             if operation.index not in forward:
-                self._prepare(operation)
-                operation = replace(operation, operands=tuple(map(self._read, operation.operands)))
-            self._operations += [*inner, operation]
+                own = replace(operation, operands=tuple(map(self._read, operation.operands)))
+            self._operations += [*inner, own]
             inner.clear()
-            self._release(operation)
+            self._pending += [result for result in operation.results if result in self._ends]
+            for result in operation.results:
+                if result in self._waiting:
+                    self._make_again(result)
         outputs = tuple(self._now.get(o, o) if isinstance(o, int) else o for o in old.outputs)
         whole = replace(old.regions[0], outputs=outputs)
         regions = (whole, *old.regions[1:])
@@ -141,28 +147,24 @@ class _Rewriting:
             return operand
         return self._clones.get(operand, self._now.get(operand, operand))
 
-    def _prepare(self, reader: Operation) -> None:
-        """Adds the clones that a late operation is the first to read, behind a barrier."""
-        tie = ties(self._program).get(reader.index)
-        wanted = [o for o in reader.read if o in self._cloned and o not in self._clones]
-        if tie is None or not wanted:
+    def _make_again(self, tie: int) -> None:
+        """Adds the clones that operations which wait for a gradient read first, behind a barrier that waits for it.
+
+        All that reads the gradient reads it behind the barrier: XLA leaves out of a barrier what nobody reads there.
+        """
+        wanted = [o for reader in self._waiting.get(tie, ()) for o in reader.read if o in self._cloned]
+        made = {o.index: o for v in wanted for o in chain(self._program, self._recomputed, v, self._clones)}
+        operations = [made[index] for index in sorted(made) if made[index].results[0] not in self._clones]
+        makers = self._program.makers
+        held = any(makers[value].primitive.name in PRODUCTS for value in self._pending)
+        if not operations and not (held and makers[tie].index in self._continuing):
             return
-        made = {o.index: o for value in wanted for o in chain(self._program, self._recomputed, value, self._clones)}
-        operations = [made[index] for index in sorted(made)]
-        behind = self._barrier(operations, tie, reader)
+        behind = self._barrier(operations, tie, makers[tie])
         for operation in operations:
             operands = tuple(behind.get(o, self._read(o)) if isinstance(o, int) else o for o in operation.operands)
             results = tuple(self._new(result) for result in operation.results)
             self._clones |= zip(operation.results, results, strict=True)
             self._operations.append(replace(operation, operands=operands, results=results, again=True))
-
-    def _release(self, operation: Operation) -> None:
-        """Has what goes on from a product wait for the gradients of weights before it."""
-        self._pending += [result for result in operation.results if result in self._ends]
-        makers = self._program.makers
-        held = any(makers[value].primitive.name in PRODUCTS for value in self._pending)
-        if held and operation.primitive.name in PRODUCTS and operation.index in self._continuing:
-            self._barrier((), operation.results[0], operation)
 
     def _barrier(self, operations: Iterable[Operation], tie: int, reader: Operation) -> dict[int, int]:
         """Adds the barrier before some clones; gives what they read behind it, by what it was."""
