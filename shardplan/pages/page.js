@@ -43,6 +43,7 @@ const percent = (share) => number(100 * share, share < 0.001 && share > 0 ? 4 : 
 const text = (index) => D.texts[index];
 const moduleNames = (index) => D.modules[index].map(text);
 const times = (count) => (count > 1 ? el("span", { class: "times" }, "×" + number(count, 0)) : "");
+const breakable = (said) => said.split("/").flatMap((part, place) => (place ? ["/", el("wbr"), part] : [part]));
 const axesText = (axes) => axes.map((axis) => D.mesh[axis][0]).join(", ");
 
 // ---- layouts: a chip per dimension, and the mesh with the block of each device
@@ -54,10 +55,11 @@ function axisChip(axis) {
 function tensorChips(type, layout) {
   if (type < 0) return "";
   const [dtype, shape] = D.types[type];
-  const [pending, dims] = layout < 0 ? [[], shape.map(() => [])] : D.layouts[layout];
+  if (layout < 0) return el("span", { class: "dtype" }, `${dtype}[${shape.join(", ")}]`);
+  const [pending, dims] = D.layouts[layout];
   const chips = shape.map((length, dim) => el("span", { class: "chip" }, String(length), (dims[dim] || []).map(axisChip)));
   const partial = pending.length ? [el("span", { class: "chip" }, "sum over", pending.map(axisChip))] : [];
-  return el("span", { class: "chips", tabindex: layout < 0 ? null : 0, "data-type": type, "data-layout": layout },
+  return el("span", { class: "chips", tabindex: 0, "data-layout": layout },
     el("span", { class: "dtype" }, dtype), chips, partial, shape.length ? "" : el("span", { class: "chip" }, "scalar"));
 }
 
@@ -341,8 +343,8 @@ function collectivesView() {
     const body = rows.map((one) => el("tr", { "data-go": one.first >= 0 ? "#op" + one.first : null, tabindex: one.first >= 0 ? 0 : null, onclick: go, onkeydown: (event) => { if (event.key === "Enter") go(event); } },
       el("td", { class: "short" }, el("span", { class: "swatch", style: { background: kindColour(one.kind) } }), one.kind), el("td", { class: "short" }, el("span", { class: "chip" }, one.axes.map(axisChip))),
       el("td", { class: "number" }, size(one.bytes)), el("td", { class: "number" }, number(one.times, 0)), el("td", { class: "number" }, size(one.each)), el("td", { class: "number" }, time(one.spent)),
-      el("td", { class: "short" }, one.hides ? "can hide" : el("span", { class: "exposed" }, "exposed")), el("td", {}, one.label),
-      el("td", {}, tensorChips(one.row[C_TYPE], one.row[C_LAYOUT])), el("td", {}, one.module, el("span", { class: "times" }, PHASE[one.phase])), el("td", {}, one.source)));
+      el("td", { class: "short" }, one.hides ? "can hide" : el("span", { class: "exposed" }, "exposed")), el("td", { class: "wrap" }, breakable(one.label)),
+      el("td", {}, tensorChips(one.row[C_TYPE], one.row[C_LAYOUT])), el("td", { class: "wrap" }, breakable(one.module), el("span", { class: "times" }, PHASE[one.phase])), el("td", {}, one.source)));
     body.push(el("tr", { class: "total" }, el("td", { colspan: 2 }, "total"), el("td", { class: "number", id: "sent", "data-bytes": sum("bytes") }, size(sum("bytes"))),
       el("td", { class: "number" }, number(sum("times"), 0)), el("td", {}), el("td", { class: "number" }, time(sum("spent"))), el("td", { colspan: 5 })));
     place.replaceChildren(el("table", { "aria-label": "Collectives" }, el("thead", {}, head), el("tbody", {}, body)));
@@ -459,7 +461,7 @@ function memoryView() {
     const body = shown.map(({ tensor, count, bytes }) => {
       const row = D.memory.tensors[tensor], one = tensorRow(row, tensor);
       return el("tr", { "data-go": one.go, tabindex: one.go ? 0 : null, onclick: go, onkeydown: (event) => { if (event.key === "Enter") go(event); } }, el("td", { class: "short" }, el("span", { class: "swatch", style: { background: CATEGORY[row[T_CATEGORY]] } }), D.categories[row[T_CATEGORY]]),
-        el("td", {}, [...row[T_FOLDERS].map(text), one.name].join("/"), times(count)), el("td", {}, tensorChips(one.type, one.layout)), el("td", { class: "number" }, size(one.each)), el("td", { class: "number" }, size(bytes)), el("td", {}, one.source));
+        el("td", { class: "wrap" }, breakable([...row[T_FOLDERS].map(text), one.name].join("/")), times(count)), el("td", {}, tensorChips(one.type, one.layout)), el("td", { class: "number" }, size(one.each)), el("td", { class: "number" }, size(bytes)), el("td", {}, one.source));
     });
     const rest = rows.slice(shown.length), left = rest.reduce((sum, one) => sum + one.bytes, 0);
     if (rest.length) body.push(el("tr", {}, el("td", {}), el("td", { colspan: 3 }, `and ${rest.length} more rows`), el("td", { class: "number" }, size(left)), el("td", {})));
@@ -603,6 +605,15 @@ const TIMELINE = D.timeline.lanes.map((lane) => {
   return { ...lane, start, title: lane.axes.length ? "network of " + lane.axes.join(", ") : "compute", busy: lane.length.reduce((sum, one) => sum + one, 0) };
 });
 
+// The Trace Event Format, which ui.perfetto.dev reads: a thread per lane, times in microseconds.
+function saveTrace(eventName) {
+  const events = TIMELINE.flatMap((lane, thread) => [{ name: "thread_name", ph: "M", pid: 0, tid: thread, args: { name: lane.title } },
+    ...lane.start.map((start, place) => ({ name: eventName(lane, place), ph: "X", pid: 0, tid: thread, ts: start / 1e3, dur: lane.length[place] / 1e3 }))]);
+  const link = el("a", { href: URL.createObjectURL(new Blob([JSON.stringify({ traceEvents: events, displayTimeUnit: "ms" })], { type: "application/json" })), download: "timeline.json" });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
 function timelineView() {
   const row = 34, margin = 150, height = 26 + row * TIMELINE.length + 6, end = D.timeline.nanoseconds || 1;
   const canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": "Timeline of the step. Plus and minus zoom, arrow keys move." }), said = el("p", { id: "event" }, " ");
@@ -675,7 +686,7 @@ function timelineView() {
   });
   redraw = draw;
   setTimeout(draw);
-  return [el("div", { class: "controls" }, el("button", { onclick: () => zoom(0.6, (from + until) / 2) }, "Zoom in (+)"), el("button", { onclick: () => zoom(1.7, (from + until) / 2) }, "Zoom out (−)"), el("button", { onclick: () => { from = 0; until = end; draw(); } }, "Whole step (0)"),
+  return [el("div", { class: "controls" }, el("button", { onclick: () => saveTrace(eventName) }, "Save for Perfetto"), el("button", { onclick: () => zoom(0.6, (from + until) / 2) }, "Zoom in (+)"), el("button", { onclick: () => zoom(1.7, (from + until) / 2) }, "Zoom out (−)"), el("button", { onclick: () => { from = 0; until = end; draw(); } }, "Whole step (0)"),
     el("span", { class: "faint" }, `${time(end)} by the simulator, with the rates of the hardware profile. The wheel zooms, dragging moves, a click shows the operation.`)), canvas, said];
 }
 
@@ -694,6 +705,7 @@ function show(name) {
     tab.tabIndex = own ? 0 : -1;
   }
   byId("view").setAttribute("aria-labelledby", "tab-" + name);
+  scrollTo(0, 0);
   byId("view").replaceChildren(...VIEWS.find((view) => view[0] === name)[2]());
 }
 
@@ -712,7 +724,7 @@ function comparison(own) {
 function head() {
   const own = D.head, share = own.peak_bytes / own.limit, recomputed = D.operations.kind.filter((kind) => D.phases[D.operations.kinds[kind][PHASE_OF]] === "recomputed").length;
   const figures = [
-    figure("sent per device and step", size(own.communication_bytes), own.gap === null ? "without a bound" : `at most ${percent(own.gap)} above the optimum`),
+    figure("sent per device and step", size(own.communication_bytes), own.gap === null ? "without a bound" : `at most ${number(100 * own.gap, 4)} % above the optimum`),
     figure("peak per device", size(own.peak_bytes), `${own.verified ? "compiled for " + own.verified : "predicted"}, ${percent(share)} of the limit of ${size(own.limit)}`, el("div", { class: "bar" + (share > 1 ? " over" : "") }, el("i", { style: { width: Math.min(100, 100 * share) + "%" } }))),
     figure("step, simulated", time(D.timeline.nanoseconds), `by the planner's model ${time(1e9 * own.seconds.work)} of work, ${time(1e9 * own.seconds.exposed)} exposed`),
     own.repeated === null ? null : figure("repeated work", percent(own.repeated), "of a device's work, since not all devices share it"),

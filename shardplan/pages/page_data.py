@@ -113,20 +113,25 @@ class _PageData:
         if name:
             return path_with_stars(name)
         if maker is None:
-            return "carry of a loop"
+            return f"part of {self._label(self._cast[value])}" if value in self._cast else "carry of a loop"
         if value in self.gradients:
             return f"gradient of {self._label(self.gradients[value])}"
-        read = maker.operands[0] if maker.primitive.name in _CASTS else None
-        source = self._label(read) if isinstance(read, int) and read in self._cast else ""
-        return f"{maker.primitive.name} of {source}" if source else maker.primitive.name
+        root = self._cast.get(value)
+        return f"{maker.primitive.name} of {self._label(root)}" if root is not None else maker.primitive.name
 
     @cached_property
-    def _cast(self) -> set[int]:
-        """The arguments, and values that are casts or transposes of arguments."""
-        found = set(self.inputs)
-        for operation in self.program.operations:
-            if operation.primitive.name in _CASTS and operation.operands[0] in found:
-                found.update(operation.results)
+    def _cast(self) -> dict[int, int]:
+        """The argument of each value that is a cast or a transpose of one, also inside a loop that reads it."""
+        found = {value: value for value in self.inputs}
+        for _ in range(2):  # the operations of a body come before its loop
+            for operation in self.program.operations:
+                read = operation.operands[0] if operation.primitive.name in _CASTS else None
+                if isinstance(read, int) and read in found:
+                    found.update(dict.fromkeys(operation.results, found[read]))
+                links = self.problem.links.get(operation.index)
+                for link in links.enter if links is not None else ():
+                    if isinstance(link.source, int) and link.source in found:
+                        found[link.target] = found[link.source]
         return found
 
     # ---- operations

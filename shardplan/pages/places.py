@@ -23,6 +23,9 @@ PHASES = ("forward", "backward", "recomputed", "update", "program")
 DERIVED = ("backward", "recomputed")
 
 _PARTS_OF_LOOPS = frozenset({"while", "body", "cond", "scan", "checkpoint", "rematted_computation", "closed_call"})
+_WRAPPERS = frozenset({"merge_inputs", "UpdateContextManager"})
+"""Functions in which Flax NNX runs those of the user."""
+
 _RECOMPUTED = "rematted_computation"
 
 
@@ -59,7 +62,7 @@ def called_modules(chain: tuple[str, ...]) -> tuple[str, ...]:
     found: list[str] = []
     for name in chain[first:]:
         short = name.split(".<locals>")[0].removesuffix(".__call__")
-        if short and short[0] not in "_<" and short != "merge_inputs" and found[-1:] != [short]:
+        if short and short[0] not in "_<" and short not in _WRAPPERS and found[-1:] != [short]:
             found.append(short)
     return tuple(found)
 

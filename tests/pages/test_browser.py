@@ -4,6 +4,7 @@ The browser is that of the variable SHARDPLAN_CHROMIUM, of the system, or of `pl
 where none is installed. With SHARDPLAN_NEEDS_BROWSER=1, as in `.ci/run`, they fail there.
 """
 
+import json
 import os
 import re
 import shutil
@@ -212,6 +213,18 @@ def test_timeline_zooms_and_opens(page: Any):
     page.mouse.click(box["x"] + 150 + share * (box["width"] - 156), box["y"] + 34)
     page.wait_for_url(re.compile(f"#op{lane['operation'][longest]}$"))
     assert page.locator("#panel").is_visible()
+
+
+def test_timeline_for_perfetto(page: Any, plan: Plan):
+    """The trace has the events of the simulation, a thread per lane."""
+    page.keyboard.press("5")
+    with page.expect_download() as download:
+        page.get_by_text("Save for Perfetto").click()
+    events = json.loads(Path(download.value.path()).read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert lanes == {"compute", *("network of " + ", ".join(one.axes) for one in plan.collectives)}
+    simulated = shardplan.simulate(plan)
+    assert max(event.get("ts", 0) + event.get("dur", 0) for event in events) == pytest.approx(1e6 * simulated.seconds)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import Plan
@@ -94,6 +96,41 @@ def test_sums_of_a_loop():
     data = data_of(plan_page(plan))
     assert any(row[3] > 1 for row in data["collectives"])
     assert sum(row[2] * row[3] * len(row[12]) for row in data["collectives"]) == plan.communication_bytes
+    assert profile_of(data).max() == pytest.approx(plan.peak_bytes, rel=1e-6)
+
+
+def branching(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.lax.cond(x[0, 0] > 0, lambda a: jnp.sum((a @ w) @ w.T), jnp.sum, x)
+
+
+def split_by_hand(x: jax.Array, w: jax.Array) -> jax.Array:
+    summed = jax.shard_map(
+        lambda a, b: jax.lax.psum(a @ b, "data"), mesh=MESH, in_specs=(P(None, "data"), P("data")), out_specs=P()
+    )
+    found: jax.Array = summed(x, w)
+    return found
+
+
+@pytest.mark.parametrize("function", [branching, split_by_hand, lambda x, w: (x, jnp.ones((512, 512)), w[0, 0])])
+def test_sums_of_other_programs(function: Any):
+    """Branches, regions by hand, and results without an operation."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", shardplan.errors.ShardplanWarning)
+        plan = shardplan.plan(function, MESH, SQUARE, SQUARE)
+    data = data_of(plan_page(plan))
+    assert sum(row[2] * row[3] * len(row[12]) for row in data["collectives"]) == plan.communication_bytes
+    assert profile_of(data).max() == pytest.approx(plan.peak_bytes, rel=1e-6)
+
+
+def test_arguments_in_host_memory():
+    """They have a category of their own, outside of the devices' memory."""
+    sharding = NamedSharding(AbstractMesh((8,), ("x",)), P(), memory_kind="pinned_host")
+    kept = jax.ShapeDtypeStruct((2048, 2048), "float32", sharding=sharding)
+    plan = shardplan.plan(lambda h, x: jax.device_put(h, jax.memory.Space.Device) @ x, sharding.mesh, kept, SQUARE)
+    data = data_of(plan_page(plan))
+    (row,) = [row for row in data["memory"]["tensors"] if data["categories"][row[0]] == "host memory"]
+    assert data["types"][row[3]] == ["float32<pinned_host>", [2048, 2048]]
+    assert row[5] * row[7] == plan.host_bytes > 0
     assert profile_of(data).max() == pytest.approx(plan.peak_bytes, rel=1e-6)
 
 
