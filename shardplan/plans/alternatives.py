@@ -21,7 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.plans.plan_data import PlanData
 from shardplan.search import Network, Solution, solve
+from shardplan.timing.step_time import memory_traffic
 
 _PRECISION = 1e-4
 """The gap at which searches stop, and the share of the whole cost within which a price is exact."""
@@ -56,6 +58,15 @@ class Alternative:
     extra_cost: float
     at_least: float
     exact: bool
+
+
+def priced_network(plan: PlanData) -> Network:
+    """The network of a plan's problem, with the memory traffic of repeated work where the plan was made with it."""
+    problem = plan.schedule.problem
+    if plan.statistics.get("traffic") and not problem.traffic:  # of a plan from a file
+        problem.traffic = memory_traffic(problem)
+        vars(problem).pop("network", None)  # built without traffic
+    return problem.network
 
 
 def alternatives(

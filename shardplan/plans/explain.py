@@ -14,12 +14,11 @@ from shardplan.common.tables import megabytes, size_text
 from shardplan.errors import ArgumentError
 from shardplan.layout.layout import Layout, to_spec
 from shardplan.layout.objectives import OBJECTIVES
-from shardplan.plans.alternatives import Alternative, alternatives
+from shardplan.plans.alternatives import Alternative, alternatives, priced_network
 from shardplan.plans.plan_data import PlanData, PlannedCollective
 from shardplan.plans.report import glob_of, objective_text, sizes_text
 from shardplan.problem.strategy import Strategy
 from shardplan.program.program import Constant, Operation, operand_type
-from shardplan.timing.step_time import memory_traffic
 
 _MAX_SUBJECTS = 6
 """The most different arguments or operations of one explanation. It names the others."""
@@ -195,10 +194,7 @@ class _Explainer:
         if variable is None or len(labels) == 1:
             return ["none: nothing divides it"]
         choices = self._plan.recipe.choices
-        if self._plan.statistics.get("traffic") and not self._problem.traffic:  # of a plan from a file
-            self._problem.traffic = memory_traffic(self._problem)
-            vars(self._problem).pop("network", None)  # built without traffic
-        found = alternatives(self._problem.network, choices, variable, self.time_limit, self._plan.gap)
+        found = alternatives(priced_network(self._plan), choices, variable, self.time_limit, self._plan.gap)
         if not found:
             return ["none: it is pinned"]
         return [f"{labels[other.choice]}: {self._extra(other)}" for other in found]

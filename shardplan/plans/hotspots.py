@@ -14,7 +14,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.layout.layout import to_spec
-from shardplan.plans.alternatives import without_transition
+from shardplan.plans.alternatives import priced_network, without_transition
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.report import glob_of, objective_text
 from shardplan.problem.strategy import Strategy
@@ -40,7 +40,7 @@ class _End:
 
 def hotspots_text(plan: PlanData, count: int) -> str:
     """The text of ``Plan.hotspots``."""
-    network, choices = plan.schedule.problem.network, plan.recipe.choices
+    network, choices = priced_network(plan), plan.recipe.choices
     costs = np.array([network.tables[table][choices[u], choices[v]] for u, v, table in network.edges])
     described = _Described(plan)
     groups: dict[Any, list[int]] = {}
@@ -78,7 +78,7 @@ class _Described:
 
     def hotspot(self, equal: Sequence[int], cost: float) -> str:
         """The text on a transition, an edge of the network, and those of equal layers."""
-        network, plan = self._problem.network, self._plan
+        network, plan = priced_network(self._plan), self._plan
         u, v, _ = network.edges[equal[0]]
         layers = f", in {len(equal)} equal layers" if len(equal) > 1 else ""
         lines = [

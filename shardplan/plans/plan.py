@@ -27,6 +27,7 @@ from shardplan.plans.plan_data import PlanData
 from shardplan.plans.planned_function import PlannedFunction
 from shardplan.plans.report import donatable_bytes, plan_html, plan_line, plan_text
 from shardplan.plans.sharding_rules import logical_rules, result_layouts, sharding_rules, specs_of
+from shardplan.plans.to_python import python_text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -82,6 +83,17 @@ class Plan(PlanData):
         one name have different layouts.
         """
         return logical_rules(self.layouts, names)
+
+    def to_python(self, fn: Callable[..., Any] | None = None, target: str = "h100") -> str:
+        """Python text that runs the step under ``jax.jit`` with the plan's layouts of arguments and results.
+
+        It needs JAX alone: the mesh, rules by path, and a function ``sharded(step, mesh, *arguments)``. Layouts inside
+        of the step are left to XLA. With the planned function ``fn``, the text is compiled for ``target`` (by the extra
+        ``audit``) and says whether the bytes are the plan's within 2 %.
+
+        Raises ArgumentError for a step with keyword arguments, static ones, references, or tensors in host memory.
+        """
+        return python_text(self, fn, target)
 
     def place(self, tree: Any, argument: int | str | None = None) -> Any:
         """An argument, such as a batch, in its planned layout. Each of several processes may give its own rows.

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan import ArgumentError, Plan
 from shardplan.common.tables import size_cell
+from shardplan.layout.layout import to_spec
 from shardplan.models import gpt, mlp
 from shardplan.plans.alternatives import alternatives, without_transition
 from shardplan.plans.report import layout_groups, plan_record, planned_traffic
@@ -153,18 +154,21 @@ def test_explained_argument(plan: Plan):
     assert "(exact)" in text
 
 
-def test_explained_exact_costs(plan: Plan):
-    """The exact costs of other layouts are those of plans with these layouts pinned, and intervals hold the others."""
-    path = "0/params/layer_1/kernel"
-    told = [(spec, price) for spec, price in _prices(plan.explain(path, time_limit=20)) if "sum" not in spec]
-    assert len(told) >= 5
-    for number in (0, 1, 2, -1):
-        spec, (least, most) = told[number]
-        pinned = plan_of(pins={path: eval(spec, {"P": P})})
-        price = (pinned.objective - plan.objective) / 1e6
-        room = 0.06 + 1e-4 * plan.objective / 1e6
-        assert least - room <= price <= most + room
-        assert number == -1 or least == most
+def test_exact_prices_of_pinned_plans(plan: Plan):
+    """The exact prices of the three cheapest layouts are those of plans with these layouts pinned, to 0.1 %."""
+    path, problem = "0/params/layer_1/kernel", plan.schedule.problem
+    (index,) = [i for i in plan.program.inputs if plan.program.values[i].name == path]
+    variable, layouts = problem.variables_of(index)[0], problem.domain(index).layouts
+    assert variable is not None
+    found = alternatives(problem.network, plan.recipe.choices, variable, 20.0)
+    for number, other in enumerate(found):
+        if number not in (0, 1, 2, len(found) - 1):
+            continue
+        spec = to_spec(plan.schedule.space.mesh, layouts[other.choice])
+        price = plan_of(pins={path: spec}).objective - plan.objective
+        room = max(1e-3 * price, 1e-6 * plan.objective)
+        assert other.at_least - room <= price <= other.extra_cost + room
+        assert number > 2 or (other.exact and other.extra_cost == pytest.approx(price, abs=room))
 
 
 def test_explained_with_and_without_time(plan: Plan):
