@@ -21,12 +21,10 @@ from shardplan.models import gpt, load
 from shardplan.plans.report import bytes_on_device
 from shardplan.program.program import Program, operand_type
 
-INTRODUCTION = (
-    "Training steps within memory limits: the bytes of the state, and a share of what the compiled step without a limit "
-    "holds above it. Peaks are compiled for H100 with `verify=True`. Operations are those of products and convolutions, "
-    "as a share of those of the plain step; ms are what is added by the hardware profile. Policies by hand are those of "
-    "`jax.checkpoint` around every layer, on one device or with the plan's layouts."
-)
+INTRODUCTION = """Training steps within memory limits: the bytes of the state, and a share of what the compiled step
+without a limit holds above it. Peaks are compiled for H100 with `verify=True`. Operations are those of products and
+convolutions, as a share of those of the plain step. ms are what is added by the hardware profile. Policies by hand are
+those of `jax.checkpoint` around every layer, with layouts by the planner."""
 HEADER = (
     "step",
     "mesh",
@@ -66,8 +64,8 @@ def step_of(name: str, devices: int) -> Step:
 
 
 def _gpt(layers: int, devices: int, policy: str | None) -> Step:
-    sizes = {"layers": layers, "batch": 8 * devices, "vocabulary": 8192, "checkpoint": policy}
-    training = gpt.training(gpt.Config(compute_dtype=jnp.bfloat16, **sizes))
+    config = gpt.Config(layers, vocabulary=8192, batch=8 * devices, checkpoint=policy, compute_dtype=jnp.bfloat16)
+    training = gpt.training(config)
     again = (lambda chosen: _gpt(layers, devices, chosen)) if policy is None else None
     return Step(training.train_step, (training.state, training.batch), again)
 
@@ -102,7 +100,9 @@ def rows(name: str, mesh_name: str, shares: Sequence[float]) -> Iterator[tuple[s
             yield name, mesh_name, f"at {share}", f"{limit / 1e9:.2f}", least, "", "", "", "", ""
         else:
             yield _row(name, mesh_name, f"at {share}", limit, _compiled_peak(plan, mesh), plan, whole)
-    for policy in POLICIES if step.checkpoint is not None else ():
+    if step.checkpoint is None:
+        return
+    for policy in POLICIES:
         plan = _plan(step.checkpoint(policy), mesh, 1e15)
         yield _row(name, mesh_name, policy, None, _compiled_peak(plan, mesh), plan, whole)
 

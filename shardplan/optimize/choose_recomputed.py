@@ -6,6 +6,7 @@ repeated layers at once. Then single values are kept again, as far as that fits,
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from shardplan.optimize.residual_graph import ResidualGraph
 
 _LEAST_SECONDS = 1e-7
 """What making any residual again costs at least: a part of a kernel's launch."""
+
+_FEW = 250
+"""Of so many residuals, all kinds are judged again after each."""
 
 _STEPS = 2
 """How far around a residual kinds are told apart."""
@@ -54,22 +58,37 @@ class _Judged:
 
 
 def _by_kinds(graph: ResidualGraph, limit: float, capped: bool) -> frozenset[int]:
-    """One kind after another, that first which saves most per second, until the limit is reached or nothing saves."""
+    """One kind after another, that first which saves most per second, until the limit is reached or nothing saves.
+
+    Of many residuals, a kind is judged again when it comes first: what it saves hardly grows with what is chosen."""
     kinds, chosen = _kinds(graph), frozenset[int]()
     now = _Judged.of(graph, chosen, limit)
-    while now.excess > 0:
-        moves = list[tuple[float, _Judged, frozenset[int]]]()
-        for kind in kinds:
-            if chosen.issuperset(kind):
-                continue
-            for more in {chosen | kind, chosen | kind | graph.fresh_sources(kind, chosen)}:
-                after = _Judged.of(graph, more, limit)
-                if after.excess < now.excess:
-                    rate = now.saved(after, limit, capped) / max(after.seconds - now.seconds, _LEAST_SECONDS)
-                    moves.append((rate, after, more))
-        if not moves:
-            break
-        _, now, chosen = max(moves, key=lambda move: move[0])
+
+    def judged(kind: frozenset[int]) -> tuple[float, frozenset[int], _Judged]:
+        """What adding a kind saves per second, with the residuals that it is made of alone or not; 0 for nothing."""
+        found = (0.0, chosen, now)
+        for more in (chosen | kind, chosen | kind | graph.fresh_sources(kind, chosen)):
+            after = _Judged.of(graph, more, limit)
+            rate = now.saved(after, limit, capped) / max(after.seconds - now.seconds, _LEAST_SECONDS)
+            if after.excess < now.excess and rate > found[0]:
+                found = rate, more, after
+        return found
+
+    waiting = [(-np.inf, -1, number) for number in range(len(kinds))]  # by what each saved when it was judged last
+    step = 0
+    while now.excess > 0 and waiting:
+        rate, at, number = heapq.heappop(waiting)
+        if chosen.issuperset(kinds[number]):
+            continue
+        if at == step:
+            if rate == 0:
+                break
+            _, chosen, now = judged(kinds[number])
+            step += 1
+            if len(graph.residuals) <= _FEW:
+                waiting = [(-np.inf, -1, other) for *_, other in waiting]
+        else:
+            heapq.heappush(waiting, (-judged(kinds[number])[0], step, number))
     return chosen
 
 
