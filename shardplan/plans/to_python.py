@@ -128,7 +128,7 @@ def _spec_text(spec: PartitionSpec) -> str:
 
 
 def _checked(plan: PlanData, fn: Callable[..., Any], target: str, text: str) -> str:
-    """The bytes of the compiled text beside those of the plan, as a sentence or two."""
+    """A sentence or two on the bytes of the compiled text and of the plan."""
     try:
         mesh = gpu_mesh(target, tuple(plan.mesh_axes.values()), tuple(plan.mesh_axes))
     except TargetNotInstalledError:
