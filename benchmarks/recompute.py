@@ -108,7 +108,9 @@ def rows(name: str, mesh_name: str, shares: Sequence[float]) -> Iterator[tuple[s
 
 
 def _plan(step: Step, mesh: jax.sharding.Mesh, limit: float, **options: Any) -> shardplan.Plan:
-    return shardplan.plan(step.function, mesh, *step.arguments, donate_argnums=0, memory_limit=limit, **options)
+    return shardplan.plan(
+        step.function, mesh, *step.arguments, donate_argnums=0, memory_limit=limit, fit=("recompute",), **options
+    )
 
 
 def _compiled_peak(plan: shardplan.Plan, mesh: jax.sharding.Mesh) -> float:

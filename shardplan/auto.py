@@ -70,7 +70,7 @@ def auto(  # type: ignore[misc]
     refine: int = 1,
     islands: bool = True,
     verify: bool | None = None,
-    fit: Sequence[str] = ("recompute",),
+    fit: Sequence[str] = (),
 ) -> Any:
     """``fn``, planned over ``mesh`` and compiled, in the place of ``jax.jit(fn)``.
 
@@ -108,7 +108,7 @@ def auto(  # type: ignore[misc]
         verify: whether to compile a plan near the memory limit, and to plan again if the compiled peak exceeds the
             limit (`shardplan.plans.feedback`). None: for a mesh of real GPUs of one process.
         fit: the means to fit a step that exceeds the memory limit. ``("recompute",)`` computes values of the forward
-            part again in the backward part (``plan.recomputed``). ``()`` refuses the step.
+            part again in the backward part (``plan.recomputed``). By default such a step is refused.
 
     Returns:
         A callable with ``.plan(*args)`` and ``.lower(*args)``.

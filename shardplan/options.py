@@ -49,7 +49,7 @@ class Options:
     like: Any = None
     keep_unused: bool = False
     compiler_options: Mapping[str, Any] | None = None
-    fit: Sequence[str] = ("recompute",)
+    fit: Sequence[str] = ()
     results: Mapping[str, PartitionSpec] | None = None
     """The layouts of results by their paths, from ``out_shardings`` or their types. Planning sets them."""
 

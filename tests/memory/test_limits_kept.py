@@ -103,7 +103,7 @@ def test_a_limit_below_every_peak():
     """The error has the lowest peak, and the largest tensors there."""
     step, state, batch = _training()
     with pytest.raises(InfeasibleError) as caught:
-        shardplan.plan(step, MESH, state, batch, memory_limit=2.2e6, fit=())
+        shardplan.plan(step, MESH, state, batch, memory_limit=2.2e6)
     message = str(caught.value)
     assert "within 2.2 MB per device" in message
     assert "by the planner's count none is below" in message

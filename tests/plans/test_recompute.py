@@ -15,6 +15,7 @@ from shardplan.plans.report import bytes_on_device, plan_record
 
 S = jax.ShapeDtypeStruct
 LAYERS, WIDTH, BATCH = 6, 64, 4096
+RECOMPUTE = ("recompute",)
 ARGUMENTS = [S((WIDTH, WIDTH), jnp.float32)] * LAYERS, S((BATCH, WIDTH), jnp.float32)
 
 
@@ -50,14 +51,14 @@ def values():
 
 @pytest.fixture(scope="module")
 def plan():
-    return shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1))
+    return shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1), fit=RECOMPUTE)
 
 
 @pytest.mark.parametrize(("mesh", "share"), [(1, 0.5), ("x=8", 0.7), ("x=8", 0.4), ("x=2,y=4", 0.35)])
 def test_values_of_a_recomputed_step(mesh, share):
     """A step that computes values again gives what the plain step gives, in less memory."""
     limit = limit_at(share, mesh)
-    planned = shardplan.auto(train, mesh, memory_limit=limit)
+    planned = shardplan.auto(train, mesh, memory_limit=limit, fit=RECOMPUTE)
     plan = planned.plan(*ARGUMENTS)
     assert plan.peak_bytes <= limit
     assert plan.recomputed
@@ -79,7 +80,7 @@ def test_marks_in_the_lowered_step(plan):
     """What is computed again runs in the scope of its operation, with a mark."""
     scopes = {o.scopes for o in plan.program.operations if o.again}
     text = (
-        shardplan.auto(train, 1, memory_limit=plan.recipe.options.memory_limit)
+        shardplan.auto(train, 1, memory_limit=plan.recipe.options.memory_limit, fit=RECOMPUTE)
         .lower(*ARGUMENTS)
         .as_text(debug_info=True)
     )
@@ -100,7 +101,7 @@ def test_a_recomputed_plan_in_the_cache(plan, tmp_path, monkeypatch):
     """The cache keeps what is computed again."""
     monkeypatch.setenv("SHARDPLAN_CACHE_DIR", str(tmp_path))
     limit = plan.recipe.options.memory_limit
-    first, second = (shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit) for _ in range(2))
+    first, second = (shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit, fit=RECOMPUTE) for _ in range(2))
     assert second.statistics["cached"]
     assert (second.recomputed, second.peak_bytes) == (first.recomputed, first.peak_bytes)
     assert second.program.fingerprint() == first.program.fingerprint()
@@ -108,7 +109,7 @@ def test_a_recomputed_plan_in_the_cache(plan, tmp_path, monkeypatch):
 
 def test_a_step_that_fits():
     """Nothing is computed again where the step fits."""
-    plan = shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(1.0, 1))
+    plan = shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(1.0, 1), fit=RECOMPUTE)
     assert plan.recipe.recomputed is None
     assert not plan.recomputed
     assert "again" not in str(plan)
@@ -117,7 +118,7 @@ def test_a_step_that_fits():
 def test_no_fit():
     """Without recomputation a step that no layout fits is refused."""
     with pytest.raises(shardplan.InfeasibleError, match="no layout was found"):
-        shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1), fit=())
+        shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1))
 
 
 @pytest.mark.parametrize("fit", ["recompute", ("blocks",), ("recompute", "host"), 1, None])
@@ -130,15 +131,15 @@ def test_unknown_words_of_fit(fit):
 def test_the_least_peak_with_everything_allowed():
     """The error of what does not fit names the least peak, which is a limit that is kept."""
     with pytest.raises(shardplan.InfeasibleError, match="values recomputed") as caught:
-        shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.01, 1))
+        shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.01, 1), fit=RECOMPUTE)
     least = caught.value.least_peak_bytes
-    assert shardplan.plan(train, 1, *ARGUMENTS, memory_limit=1.001 * least).peak_bytes <= 1.001 * least
+    assert shardplan.plan(train, 1, *ARGUMENTS, memory_limit=1.001 * least, fit=RECOMPUTE).peak_bytes <= 1.001 * least
 
 
 def test_a_limit_below_the_state():
     """A limit below the arguments alone is refused with their sum."""
     with pytest.raises(shardplan.InfeasibleError, match="the arguments alone take"):
-        shardplan.plan(train, 1, *ARGUMENTS, memory_limit=1e5)
+        shardplan.plan(train, 1, *ARGUMENTS, memory_limit=1e5, fit=RECOMPUTE)
 
 
 def test_regions_of_the_users_own_checkpoints():
@@ -149,7 +150,7 @@ def test_regions_of_the_users_own_checkpoints():
 
     step = partial(train, layer=jax.checkpoint(layer))
     free = shardplan.plan(step, 1, *ARGUMENTS, memory_limit="80GB")
-    plan = shardplan.plan(step, 1, *ARGUMENTS, memory_limit=limit_at(0.9, 1, step))
+    plan = shardplan.plan(step, 1, *ARGUMENTS, memory_limit=limit_at(0.9, 1, step), fit=RECOMPUTE)
     barriers = [o for o in free.program.operations if o.primitive.name == "optimization_barrier"]
     assert barriers
     assert products(plan.program) <= products(free.program) + 2 * LAYERS  # those of the forward part, once more
