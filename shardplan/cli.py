@@ -25,7 +25,6 @@ from dataclasses import replace
 from typing import Any
 
 from shardplan.common.quiet_imports import without_cuda_notice
-from shardplan.layout.objectives import OBJECTIVES
 
 with without_cuda_notice():
     import jax
@@ -40,6 +39,7 @@ from shardplan.compare import DEFAULT_METHODS, compare
 from shardplan.compiled.target import targets
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
 from shardplan.hardware import profiles
+from shardplan.layout.objectives import OBJECTIVES
 from shardplan.plans.file import library_version
 from shardplan.plans.page_head import STEP
 from shardplan.plans.plan import Plan

@@ -74,7 +74,7 @@ def gpu_mesh(target: str, shape: Sequence[int], axis_names: Sequence[str], hosts
         TargetNotInstalledError: the extra `audit` is not installed.
     """
     sizes = shape if isinstance(shape, Sequence) else ()
-    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
+    if not sizes or any(not isinstance(size, int) for size in sizes):
         raise ArgumentError(f"a mesh shape is a tuple of numbers of devices, as (2, 4), got `{shape!r}`")
     if len(shape) != len(axis_names):
         raise ArgumentError(

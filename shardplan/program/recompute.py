@@ -17,7 +17,7 @@ clones late, and let go of what it has read:
 >>> hidden = residuals(program)[:2]
 >>> names = [o.primitive.name for o in recomputing(program, frozenset(hidden)).operations]
 >>> names.count("optimization_barrier"), names.count("tanh")
-(1, 3)
+(2, 3)
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ by element from them follows them: kernels that read it compute it.
 ...     return jnp.sum(jnp.tanh(x @ w) @ w)
 >>> program = trace_program(jax.grad(loss), (jnp.ones((8, 8)), jnp.ones((64, 8))))
 >>> [program.makers[value].primitive.name for value in residuals(program)]
-['dot_general', 'tanh']
+['dot_general', 'tanh', 'broadcast_in_dim']
 """
 
 from __future__ import annotations

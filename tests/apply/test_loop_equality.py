@@ -210,7 +210,7 @@ def accumulated(checkpoint: bool):
     return step
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_of_rematerialised_layers_in_a_loop():
     """They are reduced after the loop."""
     draw = np.random.default_rng(0)

@@ -82,7 +82,7 @@ def test_bytes_sent_are_those_of_rings():
     assert 80 * kind.PERMUTE.sent(4) == 80
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_profile_is_measured_written_and_read(tmp_path, capsys):
     mesh = _mesh()
     step = lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)  # noqa: E731

@@ -23,7 +23,7 @@ def mesh_of(baseline: Baseline):
     return jax.make_mesh((baseline.data, baseline.tensor), AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "baseline"), CASES, ids=lambda value: value.title if isinstance(value, Baseline) else value
 )

@@ -129,7 +129,7 @@ def test_steps_with_explicit_arguments_run_and_are_planned_once() -> None:
     assert planned.plan(first, x) is made
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("explicit", [False, True])
 def test_islands_of_a_step_that_is_traced_inside_of_set_mesh(explicit: bool) -> None:
     """Their operations run on a device's blocks: the mesh that they were traced in is not that of an island."""

@@ -330,7 +330,7 @@ def test_the_folded_graph_does_not_grow_with_the_layers(monkeypatch: pytest.Monk
     assert max(sweeps) <= 2 * min(sweeps)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_momentum_saves_sweeps() -> None:
     """A few sweeps with momentum reach the bound of many plain ones."""
 

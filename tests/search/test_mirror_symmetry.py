@@ -1,9 +1,12 @@
 """Mirror symmetry: one of each pair of images is enough for the optimum."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+from shardplan.hardware import load
 from shardplan.models import gpt
 from shardplan.options import Options
 from shardplan.plans.pipeline import build_problem
@@ -55,7 +58,8 @@ def test_images_of_other_cost() -> None:
 
 def small_problem(sizes: tuple[int, ...]) -> Problem:
     training = gpt.training(gpt.Config(layers=1, width=256, heads=16, vocabulary=256, sequence=256, batch=64))
-    options = Options(donate_argnums=0)
+    hardware = replace(load("h100"), devices_per_host=16)  # equal links
+    options = Options(donate_argnums=0, hardware=hardware)
     traced = trace_call(training.train_step, (training.state, training.batch), {}, options)
     return build_problem(traced, AbstractMesh(sizes, tuple("abc"[: len(sizes)])), options)
 
