@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import jax
@@ -126,4 +127,6 @@ def _without_unused(equation: _jax.Equation, used: Collection[Any]) -> _jax.Equa
     if equation.primitive.name != "shard_map":
         return equation
     wanted = [var in used for var in equation.outvars]
-    return partial_eval.dce_rules[equation.primitive](wanted, equation)[1] or equation
+    rule: Any = partial_eval.dce_rules[equation.primitive]
+    live = ([True] * len(equation.invars),) * (len(signature(rule).parameters) - 2)  # JAX 0.12 asks for live inputs
+    return rule(wanted, *live, equation)[1] or equation
