@@ -1,9 +1,10 @@
 """The model of step time: the collectives that can overlap with work, and the time of the step with them.
 
 XLA:GPU makes every collective asynchronous. Its latency-hiding scheduler fills the gap between start and end of one
-collective at a time with independent work (docs/xla/overlap.md). So a collective *can hide* where enough work is independent of
-the tensor that it moves. A weight is gathered while the layers before it compute, and a gradient is reduced while the
-layers before it are differentiated. No work is independent of an activation in the forward pass: the step waits for it.
+collective at a time with independent work (docs/xla/overlap.md). So a collective *can hide* where enough work is
+independent of the tensor that it moves. A weight is gathered while the layers before it compute, and a gradient is
+reduced while the layers before it are differentiated. No work is independent of an activation in the forward pass: the
+step waits for it.
 
 All collectives that can hide share the same work, and slow it down, since they read and write the same memory. The time
 of a step is the waiting for the other collectives, plus a maximum. Its first argument is the work, with the time that
