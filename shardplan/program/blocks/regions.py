@@ -9,7 +9,7 @@ possible.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardplan.program.blocks.growth import Growth, is_barrier
@@ -34,12 +34,14 @@ def regions(program: Program, growth: Growth, least_bytes: float) -> list[Region
         for index in growth.along
         if index not in nothing and _largest(program, growth, program.operations[index]) >= least_bytes
     }
-    closure = _closure(program, large, {*growth.along} - nothing)
-    levels: dict[int, list[int]] = {}
-    for index, level in _late(program, growth, closure).items():
-        levels.setdefault(level, []).append(index)
-    chosen = [sorted(levels[level]) for level in sorted(levels) if not large.isdisjoint(levels[level])]
-    return [_with_own(program, growth, members, nothing) for members in chosen]
+    found = list[Region]()
+    for closure in _closures(program, growth, _components(program, growth, large, least_bytes), nothing):
+        levels: dict[int, list[int]] = {}
+        for index, level in _late(program, growth, closure).items():
+            levels.setdefault(level, []).append(index)
+        chosen = [sorted(levels[level]) for level in sorted(levels) if not large.isdisjoint(levels[level])]
+        found += [_with_own(program, growth, members, nothing) for members in chosen]
+    return found
 
 
 def from_nothing(program: Program, growth: Growth) -> set[int]:
@@ -78,6 +80,43 @@ def _largest(program: Program, growth: Growth, operation: Operation) -> float:
     return max((program.values[v].total_bytes for v in values), default=0.0)
 
 
+def _closures(
+    program: Program, growth: Growth, components: Sequence[set[int]], nothing: set[int]
+) -> list[set[int]]:
+    """The closures of components. Those that meet are one."""
+    among = {*growth.along} - nothing
+    waiting, found = [_closure(program, one, among) for one in components], list[set[int]]()
+    while waiting:
+        one = waiting.pop()
+        meeting = next((other for other in found if not one.isdisjoint(other)), None)
+        if meeting is None:
+            found.append(one)
+        else:
+            found.remove(meeting)
+            waiting.append(_closure(program, one | meeting, among))
+    return sorted(found, key=min)
+
+
+def _components(program: Program, growth: Growth, large: set[int], least_bytes: float) -> list[set[int]]:
+    """The operations that share blocks of large values, directly or over others."""
+    root, holder = {index: index for index in large}, dict[int, int]()
+
+    def find(index: int) -> int:
+        while root[index] != index:
+            root[index] = index = root[root[index]]
+        return index
+
+    for index in sorted(large):
+        operation = program.operations[index]
+        for value in (*operation.read, *operation.results):
+            if growth.blocked(value) and program.values[value].total_bytes >= least_bytes:
+                root[find(index)] = find(holder.setdefault(value, index))
+    found: dict[int, set[int]] = {}
+    for index in sorted(large):
+        found.setdefault(find(index), set()).add(index)
+    return [*found.values()]
+
+
 def _closure(program: Program, component: set[int], among: set[int]) -> set[int]:
     """The component, and what of the growth is on a path between two of its operations."""
     readers, behind, before = readers_in(program), set[int](), set[int]()
@@ -89,7 +128,7 @@ def _closure(program: Program, component: set[int], among: set[int]) -> set[int]
         read = (reader.index for result in program.operations[index].results for reader in readers.get(result, ()))
         if index in component or any(reader in before for reader in read):
             before.add(index)
-    return behind & before & among
+    return component | (behind & before & among)
 
 
 def _late(program: Program, growth: Growth, closure: set[int]) -> dict[int, int]:
