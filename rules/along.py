@@ -58,6 +58,8 @@ class Along:
     operands: tuple[int | None, ...]
     results: tuple[int | None, ...]
     reducers: tuple[str | None, ...]
+    positions: tuple[tuple[Affine, ...], ...]
+    """Per operand, its positions along the dimension, one for each read."""
     plain: bool
     placed: bool
 
@@ -68,42 +70,42 @@ class Along:
 
     def needed(self, operand: int, span: Span) -> Span:
         """The span of an operand's dimension that the operation reads for a span of the index."""
-        dim, found = self.operands[operand], None
-        assert dim is not None
-        for read in _reads(self.expression, operand):
-            position = read.at[dim]
-            assert position is not None
+        if self.plain:
+            return span
+        found = None
+        for position in self.positions[operand]:
             found = span_of(position, self.name, span, self.expression.sizes).union(found)
         assert found is not None
         return found
 
     def scale(self, operand: int) -> Fraction:
         """The positions by which an operand's dimension advances where the index advances by one."""
-        dim = self.operands[operand]
-        position = next(read.at[dim] for read in _reads(self.expression, operand) if dim is not None)
-        assert position is not None
-        return _slope(position, self.name)
+        return Fraction(1) if self.plain else _slope(self.positions[operand][0], self.name)
 
 
 def along_operand(rule: Rule, operand: int, dim: int) -> Along:
     """The operation along the index that moves a dimension of an operand. Raises :class:`Refusal` if none does."""
-    expression = _known(rule)
+    expression, key = _known(rule), ("operand", operand, dim)
+    if key in rule.along:
+        return rule.along[key]
     positions = [read.at[dim] for read in _reads(expression, operand)]
     if not positions or any(position is None for position in positions):
         raise Refusal("it is read whole")
     names = {_mover(position, expression.sizes) for position in positions if position is not None}
     if len(names) != 1 or None in names:
         raise Refusal("no one index moves it")
-    return _along(rule, str(names.pop()))
+    return rule.along.setdefault(key, _along(rule, str(names.pop())))
 
 
 def along_result(rule: Rule, result: int, dim: int) -> Along:
     """The operation along the index of a dimension of a result. Raises :class:`Refusal` if there is none."""
-    expression = _known(rule)
+    expression, key = _known(rule), ("result", result, dim)
+    if key in rule.along:
+        return rule.along[key]
     name = _mover(expression.results[result].at[dim], expression.sizes)
     if name is None:
         raise Refusal("no one index moves it")
-    return _along(rule, name)
+    return rule.along.setdefault(key, _along(rule, name))
 
 
 def span_of(position: Affine, name: str, span: Span, sizes: Mapping[str, int]) -> Span:
@@ -171,7 +173,12 @@ def _along(rule: Rule, name: str) -> Along:
     ]
     plain = all(p == alone and extent == size for p, extent in placed if name in p.indices())
     valued = any(name in _valued(result.body) for result in expression.results)
-    return Along(expression, name, operands, tuple(results), tuple(reducers), plain, valued)
+    positions = tuple(tuple(_along_dim(expression, n, dim)) for n, dim in enumerate(operands))
+    return Along(expression, name, operands, tuple(results), tuple(reducers), positions, plain, valued)
+
+
+def _along_dim(expression: Expression, operand: int, dim: int | None) -> Iterator[Affine]:
+    yield from (position for position, at in _at(expression, operand) if at == dim)
 
 
 def _at(expression: Expression, operand: int) -> Iterator[tuple[Affine, int]]:

@@ -42,6 +42,8 @@ class Rule:
     expression: Expression | None
     missing: str | None = None
     _splits: dict[int, tuple[Split, ...]] = field(default_factory=dict, repr=False)
+    along: dict[tuple[str, int, int], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `shardplan.rules.along` has found of its operands and results, by number and dimension."""
 
     @property
     def known(self) -> bool:

@@ -10,6 +10,12 @@
 ['scan']
 """
 
+from shardplan.program.blocks.growth import Growth as Growth
+from shardplan.program.blocks.growth import grow as grow
+from shardplan.program.blocks.regions import Region as Region
+from shardplan.program.blocks.regions import regions as regions
 from shardplan.program.blocks.rewrite import Blocked as Blocked
 from shardplan.program.blocks.rewrite import Blocks as Blocks
 from shardplan.program.blocks.rewrite import in_blocks as in_blocks
+from shardplan.program.blocks.tiling import Tiling as Tiling
+from shardplan.program.blocks.tiling import tiling as tiling

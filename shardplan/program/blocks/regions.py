@@ -119,14 +119,15 @@ def _components(program: Program, growth: Growth, large: set[int], least_bytes: 
 
 def _closure(program: Program, component: set[int], among: set[int]) -> set[int]:
     """The component, and what of the growth is on a path between two of its operations."""
-    readers, behind, before = readers_in(program), set[int](), set[int]()
-    for index in program.regions[0].operations:
-        made = (program.makers[o].index for o in program.operations[index].read if o in program.makers)
-        if index in component or any(maker in behind for maker in made):
+    makers, readers, behind, before = program.makers, readers_in(program), {*component}, {*component}
+    first, last = min(component), max(component)
+    between = [index for index in program.regions[0].operations if first <= index <= last]
+    for index in between:
+        if index not in behind and any(makers[o].index in behind for o in program.operations[index].read if o in makers):
             behind.add(index)
-    for index in reversed(program.regions[0].operations):
-        read = (reader.index for result in program.operations[index].results for reader in readers.get(result, ()))
-        if index in component or any(reader in before for reader in read):
+    for index in reversed(between):
+        results = program.operations[index].results
+        if index in behind and any(reader.index in before for r in results for reader in readers.get(r, ())):
             before.add(index)
     return component | (behind & before & among)
 
