@@ -53,7 +53,7 @@ def test_checkpointed_stages_of_an_odd_size():
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_scan_is_the_recurrence():
     x, step = (jax.random.normal(jax.random.key(n), (2, 7, 5)) for n in range(2))
     b, c = (jax.random.normal(jax.random.key(2 + n), (2, 7, 3)) for n in range(2))

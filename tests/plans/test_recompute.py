@@ -54,7 +54,15 @@ def plan():
     return shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1), fit=RECOMPUTE)
 
 
-@pytest.mark.parametrize(("mesh", "share"), [(1, 0.5), ("x=8", 0.7), ("x=8", 0.4), ("x=2,y=4", 0.35)])
+@pytest.mark.parametrize(
+    ("mesh", "share"),
+    [
+        (1, 0.5),
+        ("x=8", 0.7),
+        pytest.param("x=8", 0.4, marks=pytest.mark.long),
+        pytest.param("x=2,y=4", 0.35, marks=pytest.mark.long),
+    ],
+)
 def test_values_of_a_recomputed_step(mesh, share):
     """A step that computes values again gives what the plain step gives, in less memory."""
     limit = limit_at(share, mesh)
