@@ -49,7 +49,7 @@ class Options:
     like: Any = None
     keep_unused: bool = False
     compiler_options: Mapping[str, Any] | None = None
-    fit: Sequence[str] = ()
+    fit: Sequence[str] = FITS
     results: Mapping[str, PartitionSpec] | None = None
     """The layouts of results by their paths, from ``out_shardings`` or their types. Planning sets them."""
 
@@ -127,8 +127,8 @@ def _is_positive(number: Any) -> bool:
 def _check_fit(given: Any) -> None:
     words = [f"`{word}`" for word in given if word not in FITS] if isinstance(given, tuple | list) else [f"`{given!r}`"]
     if words:
-        known = ", ".join(f"('{word}',)" for word in FITS)
-        raise ArgumentError(f"fit is a tuple of what may make a step fit, () or {known}; got {', '.join(words)}")
+        known = ", ".join(map(repr, FITS))
+        raise ArgumentError(f"fit is a tuple of what may make a step fit, of {known}, or (); got {', '.join(words)}")
 
 
 def _check_reduce_dtype(given: Any) -> None:
