@@ -41,7 +41,9 @@ def blocks_by_hand(program: Program, wanted: Mapping[str, int], devices: int) ->
         seeds = tuple((value, dim) for dim in dims)
         one = in_blocks(program, Blocks(seeds, tuple(dims.values()), strided=devices > 1))
         if not one.loops:
-            raise ArgumentError(f"blocks: nothing runs in blocks of `{program.values[value].name}`: {_reasons(program, one)}")
+            raise ArgumentError(
+                f"blocks: nothing runs in blocks of `{program.values[value].name}`: {_reasons(program, one)}"
+            )
         found.append(one)
         program = one.program
     return tuple(found)

@@ -25,6 +25,7 @@ from shardplan.plans.file import Statistics, argument_entry, check_collectives, 
 from shardplan.plans.pipeline import donated_places, rewritten, schedule_of
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe, ScheduleToBe
 from shardplan.problem.schedule import Schedule
+from shardplan.program.blocks import Blocks
 from shardplan.program.program import Program
 
 

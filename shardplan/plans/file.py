@@ -63,6 +63,7 @@ class OptionEntries(TypedDict):
     keep_unused: bool
     compiler_options: Mapping[str, str | bool | float] | None
     fit: tuple[str, ...]
+    blocks: Mapping[str, int] | None
     results: Mapping[str, PartitionSpec] | None
 
 

@@ -22,9 +22,9 @@ from shardplan.options import Options
 from shardplan.plans.argument_placement import place_captured
 from shardplan.plans.result_layouts import of_type
 from shardplan.problem.schedule import Schedule
+from shardplan.program.blocks import Blocks
 from shardplan.program.call_arguments import type_text
 from shardplan.program.missing_libraries import check_libraries
-from shardplan.program.blocks import Blocks
 from shardplan.program.program import Program
 from shardplan.timing.step_time import StepTime, step_time
 

@@ -90,6 +90,10 @@ class RecomputedPlans:
             said = f"That is with {len(leanest.chosen)} values computed again, as many as save memory."
             raise InfeasibleError(f"{error} {said}", least) from None
 
+    def leanest(self, watch: Stopwatch) -> PlanData:
+        """The plan with the least peak of those that were tried."""
+        return self._reported(min(self._tried.values(), key=lambda one: one.peak_bytes), watch)
+
     # ---- what is recomputed
 
     def _best_for(self, limit: float, watch: Stopwatch) -> _Rewritten | None:

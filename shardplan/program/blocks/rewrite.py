@@ -98,9 +98,7 @@ def _released(program: Program, growth: Growth) -> Program:
 class _Rewriting:
     """The program as a function: the operations outside of loops, and the loops in their places."""
 
-    def __init__(
-        self, program: Program, growth: Growth, loops: Sequence[tuple[Region, Tiling]], strided: bool
-    ) -> None:
+    def __init__(self, program: Program, growth: Growth, loops: Sequence[tuple[Region, Tiling]], strided: bool) -> None:
         self._program = program
         self._loops = []
         for region, tiles in loops:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardplan import _jax
 from shardplan.program.program import Operation
@@ -96,8 +97,8 @@ def identity(reducer: str, dtype: Any) -> Any:
     if reducer in ("sum", "or"):
         return jnp.zeros((), dtype)
     if reducer in ("prod", "and"):
-        return jnp.full((), True if dtype == bool else 1 if reducer == "prod" else -1, dtype)
-    if dtype == bool:
+        return jnp.full((), True if np.dtype(dtype) == np.bool_ else 1 if reducer == "prod" else -1, dtype)
+    if np.dtype(dtype) == np.bool_:
         return jnp.full((), reducer == "min", dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.full((), -jnp.inf if reducer == "max" else jnp.inf, dtype)
@@ -119,7 +120,11 @@ COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
 def widened(operation: Operation, params: dict[str, Any], reducer: str | None) -> tuple[dict[str, Any], Any]:
     """The parameters with which a sum over one block is made in float32, and the type that it is to have."""
     dtype = operation.equation.outvars[0].aval.dtype  # type: ignore[attr-defined]
-    if reducer != "sum" or not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= jnp.finfo("float32").bits:
+    if (
+        reducer != "sum"
+        or not jnp.issubdtype(dtype, jnp.floating)
+        or jnp.finfo(dtype).bits >= jnp.finfo("float32").bits
+    ):
         return params, dtype
     if "preferred_element_type" in params:
         params = {**params, "preferred_element_type": jnp.dtype("float32")}
