@@ -41,6 +41,12 @@ def runs_on_tiles(operation: Operation, along: Along) -> None:
         raise Refusal("the index is no whole dimension by itself")
     if name == "pad" and not along.plain and any(inner for _, _, inner in operation.params["padding_config"]):
         raise Refusal("it spreads the rows of its operand")
+    if name == "conv_general_dilated" and not along.plain:
+        numbers = operation.params["dimension_numbers"]
+        if along.operands[0] not in numbers.lhs_spec[2:]:
+            raise Refusal("its groups are counted by the whole index")
+    if name == "reduce_window" and not along.plain and any(map(any, operation.params["padding"])):
+        raise Refusal("what pads its windows is a function of the user")
 
 
 def params_on_tile(operation: Operation, parts: Sequence[Part], shape: tuple[int, ...]) -> dict[str, Any]:
@@ -96,8 +102,8 @@ def identity(reducer: str, dtype: Any) -> Any:
     if reducer in ("sum", "or"):
         return jnp.zeros((), dtype)
     if reducer in ("prod", "and"):
-        return jnp.full((), True if dtype == bool else 1 if reducer == "prod" else -1, dtype)
-    if dtype == bool:
+        return jnp.full((), True if jnp.dtype(dtype).kind == "b" else 1 if reducer == "prod" else -1, dtype)
+    if jnp.dtype(dtype).kind == "b":
         return jnp.full((), reducer == "min", dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.full((), -jnp.inf if reducer == "max" else jnp.inf, dtype)
@@ -119,11 +125,20 @@ COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
 def widened(operation: Operation, params: dict[str, Any], reducer: str | None) -> tuple[dict[str, Any], Any]:
     """The parameters with which a sum over one block is made in float32, and the type that it is to have."""
     dtype = operation.equation.outvars[0].aval.dtype  # type: ignore[attr-defined]
-    if reducer != "sum" or not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= jnp.finfo("float32").bits:
+    if (
+        reducer != "sum"
+        or not jnp.issubdtype(dtype, jnp.floating)
+        or jnp.finfo(dtype).bits >= jnp.finfo("float32").bits
+    ):
         return params, dtype
     if "preferred_element_type" in params:
         params = {**params, "preferred_element_type": jnp.dtype("float32")}
     return params, jnp.dtype("float32")
+
+
+def as_widened(operation: Operation, dtype: Any, operands: Sequence[Any]) -> list[Any]:
+    """The operands of a sum in a wider type, where no parameter of the operation asks for that."""
+    return [operand.astype(dtype) for operand in operands] if operation.primitive.name == "reduce_sum" else [*operands]
 
 
 def run_on_tile(operation: Operation, params: dict[str, Any], operands: Sequence[Any]) -> tuple[Any, ...]:
