@@ -357,6 +357,15 @@ def bind_as_traced(
     return tuple(results) if primitive.multiple_results else (results,)
 
 
+@contextmanager
+def traced_as(equation: Equation) -> Iterator[None]:
+    """Operations that are traced inside have the place in the source and the name stack of an equation."""
+    info = equation.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack):
+        yield
+
+
 def run_without_types(closed: ClosedJaxpr, operands: Sequence[Any], laid_out: Callable[[Any, Any], Any]) -> list[Any]:
     """Runs a program that was traced on mesh axes of type Explicit on arrays without typed layouts.
 

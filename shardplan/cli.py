@@ -40,6 +40,7 @@ from shardplan.compiled.target import targets
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
 from shardplan.hardware import profiles
 from shardplan.layout.objectives import OBJECTIVES
+from shardplan.options import FITS
 from shardplan.plans.file import library_version
 from shardplan.plans.page_head import STEP
 from shardplan.plans.plan import Plan
@@ -171,7 +172,12 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
     parser.add_argument("--reduce-dtype", metavar="DTYPE", help="a narrower type in which partial sums may travel")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of search (default: %(default)s)")
     parser.add_argument("--refine", type=int, default=1, metavar="N", help="compile N plans and keep the best")
-    parser.add_argument("--recompute", action="store_true", help="compute values again where no layout fits")
+    parser.add_argument(
+        "--fit",
+        default=",".join(FITS),
+        metavar="MEANS",
+        help="what may make a step fit where no layout does, or none (default: %(default)s)",
+    )
     parser.add_argument("--verify", action="store_true", help="compile plans near the memory limit, and keep within it")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -193,7 +199,7 @@ def _plan_options(options: argparse.Namespace) -> dict[str, Any]:
         "time_limit": options.time_limit,
         "refine": options.refine,
         "verify": options.verify,
-        "fit": ("recompute",) if options.recompute else (),
+        "fit": () if options.fit == "none" else tuple(options.fit.split(",")),
     }
 
 

@@ -104,7 +104,10 @@ class BlockCandidates:
         for region, tiles in loops:
             places = [place[index] for index in region.operations if index in place]
             first, last = min(places), max(places)
-            leaving, made = {*tiles.leaving}, {r for i in region.operations for r in self._program.operations[i].results}
+            leaving, made = (
+                {*tiles.leaving},
+                {r for i in region.operations for r in self._program.operations[i].results},
+            )
             for buffer in self._buffers:
                 size = buffer.size(self._choices) if buffer.value in made else 0.0
                 if size and buffer.value in leaving:
@@ -145,7 +148,7 @@ class BlockCandidates:
     def _bytes(self, value: int) -> float:
         layout = self._schedule.assignment.values.get(value)
         parts = self._schedule.problem.domain(value).parts
-        return self._program.values[value].total_bytes / (parts[layout] if layout in parts else 1)
+        return self._program.values[value].total_bytes / parts.get(layout, 1)
 
     def _families(self) -> Iterator[_Family]:
         seen = set[tuple[frozenset[int], ...]]()
@@ -177,7 +180,9 @@ class BlockCandidates:
             tiles = [tiling(self._program, growth, region, (2,) * len(seeds)) for region in found]
         except Refusal:
             return None
-        halos = any(span.low or span.high != span.step for own in tiles for spans in own.spans for span in spans.values())
+        halos = any(
+            span.low or span.high != span.step for own in tiles for spans in own.spans for span in spans.values()
+        )
         inside, given = self._bytes_over_time([*zip(found, tiles, strict=True)])
         return _Family(seeds, least_bytes, growth, found, min(most, _MOST_BLOCKS), halos, inside, given)
 

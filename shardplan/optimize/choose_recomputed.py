@@ -18,8 +18,8 @@ from shardplan.optimize.residual_graph import ResidualGraph
 _LEAST_SECONDS = 1e-7
 """What making any residual again costs at least: a part of a kernel's launch."""
 
-_FEW = 250
-"""Of so many residuals, all kinds are judged again after each."""
+_FEW = 64
+"""Of so many kinds, all are judged again after each choice."""
 
 _STEPS = 2
 """How far around a residual kinds are told apart."""
@@ -60,7 +60,7 @@ class _Judged:
 def _by_kinds(graph: ResidualGraph, limit: float, capped: bool) -> frozenset[int]:
     """One kind after another, that first which saves most per second, until the limit is reached or nothing saves.
 
-    Of many residuals, a kind is judged again when it comes first: what it saves hardly grows with what is chosen."""
+    Of many kinds, one is judged again when it comes first: what it saves hardly grows with what is chosen."""
     kinds, chosen = _kinds(graph), frozenset[int]()
     now = _Judged.of(graph, chosen, limit)
 
@@ -85,7 +85,7 @@ def _by_kinds(graph: ResidualGraph, limit: float, capped: bool) -> frozenset[int
                 break
             _, chosen, now = judged(kinds[number])
             step += 1
-            if len(graph.residuals) <= _FEW:
+            if len(kinds) <= _FEW:
                 waiting = [(-np.inf, -1, other) for *_, other in waiting]
         else:
             heapq.heappush(waiting, (-judged(kinds[number])[0], step, number))

@@ -22,7 +22,7 @@ clones late, and let go of what it has read:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from shardplan import _jax
@@ -32,10 +32,21 @@ from shardplan.program.prune import prune
 from shardplan.program.residuals import PRODUCTS, early, is_fixed, materialised
 
 
-@memoize
 def recomputing(program: Program, values: frozenset[int]) -> Program:
     """The program that makes some of its `residuals` again for their late readers; with none, releases alone."""
-    return _Rewriting(program, values).program()
+    return _rewritten(program, values)[0]
+
+
+def origins(program: Program, values: frozenset[int]) -> Mapping[int, int]:
+    """The values of the program by those that stand for them where some are recomputed: clones, and what has passed a
+    barrier."""
+    return _rewritten(program, values)[1]
+
+
+@memoize
+def _rewritten(program: Program, values: frozenset[int]) -> tuple[Program, Mapping[int, int]]:
+    rewriting = _Rewriting(program, values)
+    return rewriting.program(), rewriting.origins
 
 
 @memoize
@@ -113,6 +124,7 @@ class _Rewriting:
         self._operations: list[Operation] = []
         self._cloned = followers(program, recomputed)
         self._clones: dict[int, int] = {}
+        self.origins: dict[int, int] = {}
         self._now: dict[int, int] = {}  # what has passed a barrier, by what it was
         self._pending: list[int] = []  # the gradients of weights since the last barrier
         self._continuing, self._ends = _continuing(program), frozenset(ending(program))
@@ -193,8 +205,10 @@ class _Rewriting:
             yield min(read, key=lambda value: self._program.values[value].total_bytes)
 
     def _new(self, value: int) -> int:
-        self._values.append(replace(self._values[value], index=len(self._values), name=None))
-        return len(self._values) - 1
+        new = len(self._values)
+        self._values.append(replace(self._values[value], index=new, name=None))
+        self.origins[new] = self.origins.get(value, value)
+        return new
 
 
 def _reads_residual(program: Program, operation: Operation) -> bool:

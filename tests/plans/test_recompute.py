@@ -123,10 +123,18 @@ def test_a_step_that_fits():
     assert "again" not in str(plan)
 
 
+def test_a_time_limit_that_is_over_at_once():
+    """A plan that fits is found in the layouts of the plan without a limit, without a search."""
+    limit = limit_at(0.5, "x=8")
+    plan = shardplan.plan(train, "x=8", *ARGUMENTS, memory_limit=limit, time_limit=1e-6)
+    assert plan.recomputed
+    assert plan.peak_bytes <= limit
+
+
 def test_no_fit():
     """Without recomputation a step that no layout fits is refused."""
     with pytest.raises(shardplan.InfeasibleError, match="no layout was found"):
-        shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1))
+        shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1), fit=())
 
 
 @pytest.mark.parametrize("fit", ["recompute", ("blocks",), ("recompute", "host"), 1, None])
@@ -138,7 +146,7 @@ def test_unknown_words_of_fit(fit):
 
 def test_the_least_peak_with_everything_allowed():
     """The error of what does not fit names the least peak, which is a limit that is kept."""
-    with pytest.raises(shardplan.InfeasibleError, match="values recomputed") as caught:
+    with pytest.raises(shardplan.InfeasibleError, match="18 values computed again") as caught:
         shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.01, 1), fit=RECOMPUTE)
     least = caught.value.least_peak_bytes
     assert shardplan.plan(train, 1, *ARGUMENTS, memory_limit=1.001 * least, fit=RECOMPUTE).peak_bytes <= 1.001 * least

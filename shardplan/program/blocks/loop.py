@@ -53,6 +53,15 @@ class Loop:
 
     def run(self, values: Mapping[int, Any]) -> dict[int, Any]:
         """The results of the region that leave it, from the values that it reads."""
+        with _jax.traced_as(self._first().equation):
+            return self._run(values)
+
+    def _first(self) -> Operation:
+        """The first operation of the region that it does not make for itself, which stands for the loop."""
+        region = self._region
+        return self._program.operations[next(index for index in region.operations if index not in region.own)]
+
+    def _run(self, values: Mapping[int, Any]) -> dict[int, Any]:
         leaving = self._tiles.leaving
         total = 1
         for count in self._tiles.counts:

@@ -80,9 +80,7 @@ def _largest(program: Program, growth: Growth, operation: Operation) -> float:
     return max((program.values[v].total_bytes for v in values), default=0.0)
 
 
-def _closures(
-    program: Program, growth: Growth, components: Sequence[set[int]], nothing: set[int]
-) -> list[set[int]]:
+def _closures(program: Program, growth: Growth, components: Sequence[set[int]], nothing: set[int]) -> list[set[int]]:
     """The closures of components. Those that meet are one."""
     among = {*growth.along} - nothing
     waiting, found = [_closure(program, one, among) for one in components], list[set[int]]()
@@ -123,7 +121,9 @@ def _closure(program: Program, component: set[int], among: set[int]) -> set[int]
     first, last = min(component), max(component)
     between = [index for index in program.regions[0].operations if first <= index <= last]
     for index in between:
-        if index not in behind and any(makers[o].index in behind for o in program.operations[index].read if o in makers):
+        if index not in behind and any(
+            makers[o].index in behind for o in program.operations[index].read if o in makers
+        ):
             behind.add(index)
     for index in reversed(between):
         results = program.operations[index].results

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan.memoize import memoize
-from shardplan.program.blocks.growth import Growth, grow, is_barrier
+from shardplan.program.blocks.growth import Growth, Place, grow, is_barrier
 from shardplan.program.blocks.loop import Loop, Refused
 from shardplan.program.blocks.regions import Region, regions
 from shardplan.program.blocks.tiles import run_on_tile
@@ -37,11 +37,13 @@ class Blocks:
 class Blocked:
     """A program in blocks: its loops, each with the operations of the old program and its numbers of blocks.
 
+    ``places``: per index, the dimensions that it is of values of the old program.
     ``cuts`` are operations of the old program that were left out, with the reasons.
     """
 
     program: Program
     loops: tuple[tuple[Region, Tiling], ...]
+    places: tuple[Mapping[int, Place], ...]
     cuts: Mapping[int, str]
 
 
@@ -62,13 +64,13 @@ def in_blocks(program: Program, blocks: Blocks) -> Blocked:
             except Refusal as reason:
                 growth.cuts |= dict.fromkeys(region.operations, str(reason))
         if not loops:
-            return Blocked(program, (), growth.cuts)
+            return Blocked(program, (), growth.places, growth.cuts)
         try:
             rewriting = _Rewriting(program, growth, loops, blocks.strided)
-            return Blocked(retraced(program, rewriting.run), tuple(loops), growth.cuts)
+            return Blocked(retraced(program, rewriting.run), tuple(loops), growth.places, growth.cuts)
         except Refused as found:
             refused[found.index] = found.reason
-    return Blocked(program, (), refused)
+    return Blocked(program, (), (), refused)
 
 
 def _released(program: Program, growth: Growth) -> Program:
@@ -96,9 +98,7 @@ def _released(program: Program, growth: Growth) -> Program:
 class _Rewriting:
     """The program as a function: the operations outside of loops, and the loops in their places."""
 
-    def __init__(
-        self, program: Program, growth: Growth, loops: Sequence[tuple[Region, Tiling]], strided: bool
-    ) -> None:
+    def __init__(self, program: Program, growth: Growth, loops: Sequence[tuple[Region, Tiling]], strided: bool) -> None:
         self._program = program
         self._loops = []
         for region, tiles in loops:

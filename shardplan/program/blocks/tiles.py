@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardplan import _jax
 from shardplan.program.program import Operation
@@ -102,8 +103,8 @@ def identity(reducer: str, dtype: Any) -> Any:
     if reducer in ("sum", "or"):
         return jnp.zeros((), dtype)
     if reducer in ("prod", "and"):
-        return jnp.full((), True if jnp.dtype(dtype).kind == "b" else 1 if reducer == "prod" else -1, dtype)
-    if jnp.dtype(dtype).kind == "b":
+        return jnp.full((), True if np.dtype(dtype) == np.bool_ else 1 if reducer == "prod" else -1, dtype)
+    if np.dtype(dtype) == np.bool_:
         return jnp.full((), reducer == "min", dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.full((), -jnp.inf if reducer == "max" else jnp.inf, dtype)

@@ -14,8 +14,8 @@ from math import ceil, gcd, lcm
 from shardplan.program.blocks.growth import Growth, is_barrier
 from shardplan.program.blocks.regions import Region, partial
 from shardplan.program.blocks.tiles import Part
-from shardplan.program.program import Operation, Program
 from shardplan.program.operation_kinds import readers_in
+from shardplan.program.program import Operation, Program
 from shardplan.rules import Refusal, Span
 
 
