@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardplan import _jax
 from shardplan.program.blocks.growth import Growth, is_barrier
 from shardplan.program.blocks.regions import Region
 from shardplan.program.blocks.tiles import (
