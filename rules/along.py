@@ -19,7 +19,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from shardplan.rules.analysis import Facts, Refusal, ends_are_met
-from shardplan.rules.expression import Affine, Expression, Position, Read, Term, children, index
+from shardplan.rules.expression import Affine, Apply, Expression, Position, Read, Reduce, Term, children, index
 from shardplan.rules.rule import Rule
 
 
@@ -50,7 +50,8 @@ class Along:
 
     ``reducers`` are those of results that are reduced over the index. ``plain`` says that the index is a whole
     dimension by itself wherever it occurs. ``placed`` says that a result depends on the value of the index itself, as
-    that of an iota does.
+    that of an iota does. ``once`` is an operand that enters a reduced result once and not once per block, as that does
+    into which a scatter adds.
     """
 
     expression: Expression
@@ -62,6 +63,7 @@ class Along:
     """Per operand, its positions along the dimension, one for each read."""
     plain: bool
     placed: bool
+    once: int | None = None
 
     @property
     def size(self) -> int:
@@ -174,7 +176,12 @@ def _along(rule: Rule, name: str) -> Along:
     plain = all(p == alone and extent == size for p, extent in placed if name in p.indices())
     valued = any(name in _valued(result.body) for result in expression.results)
     positions = tuple(tuple(_along_dim(expression, n, dim)) for n, dim in enumerate(operands))
-    return Along(expression, name, operands, tuple(results), tuple(reducers), positions, plain, valued)
+    once = {operand for result in expression.results for operand in _once(result.body, name)}
+    if len(once) > 1 or any(operands[operand] is not None for operand in once):
+        raise Refusal("several tensors enter its partial results once")
+    return Along(
+        expression, name, operands, tuple(results), tuple(reducers), positions, plain, valued, next(iter(once), None)
+    )
 
 
 def _along_dim(expression: Expression, operand: int, dim: int | None) -> Iterator[Affine]:
@@ -243,6 +250,28 @@ def _slope(position: Affine, name: str) -> Fraction:
         elif not isinstance(atom, str) and atom.kind != "%":
             total += coefficient * _slope(atom.of, name) / atom.by
     return total
+
+
+def _once(term: Term, name: str) -> set[int]:
+    """The operands that are added to a reduction over an index, or multiplied with it if it is a product."""
+    if not isinstance(term, Apply):
+        return set()
+    reducers = [_reducer(argument, name) for argument in term.arguments]
+    found = set[int]().union(*(_once(argument, name) for argument in term.arguments))
+    if (term.function in ("+", "-") and "sum" in reducers) or (term.function == "*" and "prod" in reducers):
+        for number, (argument, reducer) in enumerate(zip(term.arguments, reducers, strict=True)):
+            if reducer is None:
+                if number or not isinstance(argument, Read):
+                    raise Refusal("partial results of it can not be combined")
+                found.add(argument.operand)
+    return found
+
+
+def _reducer(term: Term, name: str) -> str | None:
+    """The reducer of a term over an index."""
+    if isinstance(term, Reduce) and name in term.indices:
+        return term.reducer
+    return next((found for inner in children(term) if (found := _reducer(inner, name)) is not None), None)
 
 
 def _reads(expression: Expression, operand: int) -> Iterator[Read]:

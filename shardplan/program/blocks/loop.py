@@ -20,6 +20,8 @@ from shardplan.program.blocks.growth import Growth, is_barrier
 from shardplan.program.blocks.regions import Region
 from shardplan.program.blocks.tiles import (
     COMBINE,
+    Part,
+    as_widened,
     beyond,
     identity,
     params_on_tile,
@@ -28,7 +30,7 @@ from shardplan.program.blocks.tiles import (
     widened,
 )
 from shardplan.program.blocks.tiling import Tiling
-from shardplan.program.program import Constant, Operation, Program
+from shardplan.program.program import Constant, Operation, Program, operand_type
 from shardplan.rules import Refusal, Span
 
 
@@ -74,7 +76,7 @@ class Loop:
             tile.run()
             return tuple(tile.added(value, held) for value, held in zip(leaving, carry, strict=True)), None
 
-        start = tuple(self._start(value) for value in leaving)
+        start = tuple(self._start(value, values) for value in leaving)
         ends, _ = jax.lax.scan(body, start, jnp.arange(total, dtype=jnp.int32))
         return {value: self._end(value, end) for value, end in zip(leaving, ends, strict=True)}
 
@@ -86,13 +88,17 @@ class Loop:
             number = number // count if len(self._tiles.counts) > 1 else number
         return found[::-1]
 
-    def _start(self, value: int) -> Any:
+    def _start(self, value: int, values: Mapping[int, Any]) -> Any:
         own = self._program.values[value]
         if value in self._tiles.reduced:
             reducer = self._tiles.reduced[value]
             operation = self._program.makers[self._origin(value)]
             dtype = widened(operation, {}, reducer)[1]
-            return jnp.full(own.shape, identity(reducer, dtype), dtype)
+            once = self._tiles.parts[operation.index][0].along.once
+            if once is None:
+                return jnp.full(own.shape, identity(reducer, dtype), dtype)
+            operand = operation.operands[once]
+            return jnp.asarray(operand.value if isinstance(operand, Constant) else values[operand], dtype)
         return jnp.zeros(self.buffer_shape(value), own.dtype)
 
     def _origin(self, value: int) -> int:
@@ -162,7 +168,8 @@ class _Tile:
         for index in self._loop._region.operations:
             operation = self._program.operations[index]
             if is_barrier(operation):
-                operands = [self._any(operand) for operand in operation.operands]
+                pairs = zip(operation.operands, operation.results, strict=True)
+                operands = [self._passed(operand, result) for operand, result in pairs]
                 self._hold(operation, run_on_tile(operation, operation.params, operands))
             elif index in self._tiles.parts:
                 self._run(operation)
@@ -190,6 +197,7 @@ class _Tile:
         try:
             params = params_on_tile(operation, parts, tuple(shape))
             params, dtype = widened(operation, params, reducer)
+            operands = as_widened(operation, dtype, operands)
             results = results_on_tile(operation, parts, run_on_tile(operation, params, operands))
         except (Refusal, TypeError, ValueError) as error:
             raise Refused(operation.index, f"it has no form on blocks: {error}") from error
@@ -204,6 +212,15 @@ class _Tile:
     def _hold(self, operation: Operation, results: Sequence[Any]) -> None:
         self._held |= zip(operation.results, results, strict=True)
 
+    def _passed(self, operand: int | Constant, result: int) -> Any:
+        """The rows of a barrier's operand that its result has."""
+        rows = self._any(operand)
+        for axis, spans in enumerate(self._tiles.spans):
+            if result in spans and isinstance(operand, int) and spans[operand] != spans[result]:
+                own, span, dim = spans[operand], spans[result], self._growth.places[axis][result].dim
+                rows = jax.lax.slice_in_dim(rows, span.low - own.low, span.high - own.low, axis=dim)
+        return rows
+
     def _any(self, operand: int | Constant) -> Any:
         """An operand of a barrier: a block, a part of a sum, or a whole value."""
         if isinstance(operand, Constant):
@@ -215,11 +232,15 @@ class _Tile:
     def _operand(self, operation: Operation, number: int) -> Any:
         """The rows of an operand that the operation reads for this block."""
         operand, parts = operation.operands[number], self._tiles.parts[operation.index]
+        if number == parts[0].along.once:
+            own = operand_type(self._program, operand)
+            reducer = self._tiles.reduced[operation.results[0]]
+            return jnp.full(own.shape, identity(reducer, own.dtype), own.dtype)
         if isinstance(operand, Constant):
             return operand.value
         spans = [part.operands[number] for part in parts]
         if all(span is None for span in spans):
-            return self._held.get(operand, self._outside.get(operand))
+            return self._outside[operand] if operand in self._outside else self._held[operand]
         rows = self._rows(operand)
         for axis, (part, span) in enumerate(zip(parts, spans, strict=True)):
             assert span is not None
@@ -227,10 +248,16 @@ class _Tile:
             if own != span:
                 rows = jax.lax.slice_in_dim(rows, span.low - own.low, span.high - own.low, axis=dim)
             if self._loop.exceeds(axis, operand, span):
-                reducer = next((reducer for reducer in part.along.reducers if reducer is not None), None)
-                fill = identity(reducer, rows.dtype) if reducer else beyond(operation, number, rows.dtype)
+                fill = self._beyond(operation, part, number, rows.dtype)
                 rows = rows if fill is None else jnp.where(self._exists(axis, operand, span, rows.ndim), rows, fill)
         return rows
+
+    def _beyond(self, operation: Operation, part: Part, number: int, dtype: Any) -> Any:
+        """What rows beyond the ends of an operand count as, None where they count for nothing that is used."""
+        if operation.primitive.name == "pad" and not part.along.plain:
+            return self._any(operation.operands[1])
+        reducer = next((reducer for reducer in part.along.reducers if reducer is not None), None)
+        return identity(reducer, dtype) if reducer else beyond(operation, number, dtype)
 
     def _rows(self, value: int) -> Any:
         """A block of a value: made in the loop, or rows of a value from outside."""

@@ -42,6 +42,12 @@ def runs_on_tiles(operation: Operation, along: Along) -> None:
         raise Refusal("the index is no whole dimension by itself")
     if name == "pad" and not along.plain and any(inner for _, _, inner in operation.params["padding_config"]):
         raise Refusal("it spreads the rows of its operand")
+    if name == "conv_general_dilated" and not along.plain:
+        numbers = operation.params["dimension_numbers"]
+        if along.operands[0] not in numbers.lhs_spec[2:]:
+            raise Refusal("its groups are counted by the whole index")
+    if name == "reduce_window" and not along.plain and any(map(any, operation.params["padding"])):
+        raise Refusal("what pads its windows is a function of the user")
 
 
 def params_on_tile(operation: Operation, parts: Sequence[Part], shape: tuple[int, ...]) -> dict[str, Any]:
@@ -129,6 +135,11 @@ def widened(operation: Operation, params: dict[str, Any], reducer: str | None) -
     if "preferred_element_type" in params:
         params = {**params, "preferred_element_type": jnp.dtype("float32")}
     return params, jnp.dtype("float32")
+
+
+def as_widened(operation: Operation, dtype: Any, operands: Sequence[Any]) -> list[Any]:
+    """The operands of a sum in a wider type, where no parameter of the operation asks for that."""
+    return [operand.astype(dtype) for operand in operands] if operation.primitive.name == "reduce_sum" else [*operands]
 
 
 def run_on_tile(operation: Operation, params: dict[str, Any], operands: Sequence[Any]) -> tuple[Any, ...]:
