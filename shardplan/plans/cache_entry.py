@@ -26,7 +26,7 @@ from shardplan.plans.pipeline import donated_places, rewritten, schedule_of
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe, ScheduleToBe
 from shardplan.problem.schedule import Schedule
 from shardplan.program.program import Program
-from shardplan.program.residuals import residuals
+from shardplan.program.recompute import recomputable
 
 
 class KeptEntries(TypedDict):
@@ -84,7 +84,7 @@ def restored(
     same = planned == [(value.name or "", value.shape, str(value.dtype)) for value in inputs]
     check(same, "entry.arguments", content["arguments"], "the arguments of the program")
     recomputed, own = entry["recomputed"], None if entry["recomputed"] is None else program.fingerprint()
-    known = not recomputed or {*recomputed} <= {*residuals(program)}
+    known = not recomputed or {*recomputed} <= recomputable(program)
     check(known, "entry.recomputed", recomputed, "residuals of the program")
     recipe = Recipe(options, choices_of(entry["choices"]), entry["network"], own, recomputed)
     planned_program = rewritten(program, recipe)

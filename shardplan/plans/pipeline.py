@@ -34,9 +34,8 @@ from shardplan.problem.schedule import Schedule
 from shardplan.problem.shared_tables import SharedTables
 from shardplan.problem.uneven_sizes import padded_sizes
 from shardplan.program.program import Operation, Program
-from shardplan.program.recompute import recomputing
+from shardplan.program.recompute import recomputable, recomputing
 from shardplan.program.regions.region import region_of
-from shardplan.program.residuals import residuals
 from shardplan.timing.step_time import timing_of
 
 DEFAULT_HARDWARE = "h100"
@@ -186,7 +185,7 @@ def rewritten(program: Program, recipe: Recipe) -> Program:
     """
     if recipe.recomputed is None:
         return program
-    if not {*recipe.recomputed} <= {*residuals(program)}:
+    if not {*recipe.recomputed} <= recomputable(program):
         raise PlanMismatchError("the plan computes other values again than the program has: plan again")
     return recomputing(program, frozenset(recipe.recomputed))
 
