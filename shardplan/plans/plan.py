@@ -22,7 +22,7 @@ from shardplan.plans.diff import PlanDifference, compare_plans
 from shardplan.plans.explain import explain_plan
 from shardplan.plans.file import document_of, load_plan, plan_of_document, save_plan
 from shardplan.plans.hotspots import hotspots_text
-from shardplan.plans.page_head import Compared, plan_page
+from shardplan.plans.page_head import Compared, notebook_page, plan_page
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.planned_function import PlannedFunction
 from shardplan.plans.report import donatable_bytes, plan_html, plan_line, plan_text
@@ -198,7 +198,8 @@ class Plan(PlanData):
         return plan_text(self)
 
     def _repr_html_(self) -> str:
-        return plan_html(self)
+        """A short form, and the page of ``to_html`` in a frame where the program has up to 2,000 operations."""
+        return plan_html(self) + notebook_page(self)
 
 
 def _unpickled(document: Mapping[str, Any]) -> Plan:
