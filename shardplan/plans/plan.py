@@ -84,16 +84,21 @@ class Plan(PlanData):
         """
         return logical_rules(self.layouts, names)
 
-    def to_python(self, fn: Callable[..., Any] | None = None, target: str = "h100") -> str:
-        """Python text that runs the step under ``jax.jit`` with the plan's layouts of arguments and results.
+    def to_python(self, fn: Callable[..., Any] | None = None, target: str = "h100", whole: bool | None = None) -> str:
+        """Python text that runs the step under ``jax.jit`` as planned. It needs JAX alone.
 
-        It needs JAX alone: the mesh, rules by path, and a function ``sharded(step, mesh, *arguments)``. Layouts inside
-        of the step are left to XLA. With the planned function ``fn``, the text is compiled for ``target`` (by the extra
-        ``audit``) and says whether the bytes are the plan's within 2 %.
+        With ``whole=True`` it is the program written out, with all layouts and collectives: ``sharded(mesh,
+        *arguments)`` gives the step. With ``whole=False`` it has the layouts of arguments and results, for the user's
+        own function: ``sharded(step, mesh, *arguments)``. XLA chooses those inside.
 
-        Raises ArgumentError for a step with keyword arguments, static ones, references, or tensors in host memory.
+        By default the text is whole. With the planned function ``fn`` it is compiled for ``target`` (by the extra
+        ``audit``): the layouts at the boundaries are enough where they give the plan's bytes within 2 %. The text
+        states the compiled bytes.
+
+        Raises ArgumentError for a step with keyword arguments, static ones, references, or tensors in host memory, and
+        for operations without a public name in JAX.
         """
-        return python_text(self, fn, target)
+        return python_text(self, fn, target, whole)
 
     def place(self, tree: Any, argument: int | str | None = None) -> Any:
         """An argument, such as a batch, in its planned layout. Each of several processes may give its own rows.
