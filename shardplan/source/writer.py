@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from textwrap import wrap
 from typing import Any
 
-import numpy as np
-
 from shardplan import _jax
 from shardplan.errors import ArgumentError
+from shardplan.source.bundles import Part, bundle
 from shardplan.source.equations import Atom, Body, Equation, Number, PlaceOf, body_of, variables
 from shardplan.source.expressions import Expression, expression
 from shardplan.source.folding import repeats
-from shardplan.source.literals import literal, number_text
+from shardplan.source.literals import literal
+from shardplan.source.statements import Statement, number_of
 
 _WIDTH = 118
 _INLINE = 84
@@ -44,26 +44,6 @@ _SHORT = {
     **{"integer_pow": "power", "select_n": "chosen", "reduce_max": "most", "reduce_min": "least", "add_any": "add"},
     **{"shard_map": "island", "scatter-add": "scattered", "optimization_barrier": "behind", "sub": "sub"},
 }
-
-
-@dataclass(slots=True)
-class Statement:
-    """One assignment: an expression of variables, with the results that are read."""
-
-    expression: Expression
-    operands: tuple[Atom, ...]
-    results: tuple[int | None, ...]
-    name: str
-    place: str
-    types: tuple[str, ...] = ()
-    call: bool = False
-    """Whether it is a call of a function of the text, which stands in a line of its own."""
-
-    @property
-    def token(self) -> tuple[Any, ...]:
-        """What repeated statements have in common."""
-        numbers = tuple(_number(one, True) for one in self.operands if isinstance(one, Number))
-        return self.expression.text, numbers, self.types, len(self.results)
 
 
 @dataclass(slots=True)
@@ -96,6 +76,7 @@ class Writer:
         self.functions: dict[str, str] = {}
         """The name of each function, by its text with `§name§` in the place of the name."""
         self.names = Names(Counter(_RESERVED))
+        self.parts: list[Part] = []
         self.constants: dict[int, Any] = {}
         """The closed-over arrays, by their `id`."""
 
@@ -120,16 +101,21 @@ class Writer:
         inside.texts.update(inputs)
         inside.hints.update(hints)
         lines = inside.statements(statements)
-        outputs = ", ".join(_number(one, True) if isinstance(one, Number) else inside.text(one) for one in body.outputs)
+        outputs = ", ".join(
+            number_of(one, True) if isinstance(one, Number) else inside.text(one) for one in body.outputs
+        )
         return [*lines, *_broken(f"leaves\x00=\x00[{outputs}]")]
 
     def _inside(self, body: Body) -> Inside:
         """The lines of a new function, whose variables have other names than the functions so far."""
-        return Inside(self, body, Names(Counter([*_RESERVED, *self.functions.values()])))
+        return Inside(
+            self, body, Names(Counter([*_RESERVED, *self.functions.values(), *(part.name for part in self.parts)]))
+        )
 
     def texts(self) -> list[str]:
         """All functions, those first that others call."""
-        return [_wrapped_def(text.replace("§name§", name, 1)) for text, name in self.functions.items()]
+        named = [*self.functions.items(), *((part.text(), part.name) for part in self.parts)]
+        return [_wrapped_def(text.replace("§name§", name, 1)) for text, name in named]
 
     def body_function(self, closed: Any, wanted: str) -> str:
         """A function of a body, whose parameters are its inputs, and which returns a tuple of its outputs."""
@@ -138,7 +124,7 @@ class Writer:
         inside = self._inside(body)
         given = [inside.parameter(one, "x") for one in body.inputs]
         lines = inside.statements(statements)
-        return self.function(wanted, ", ".join(given), [*lines, f"return {inside.tuple_of(body.outputs)}"])
+        return self.function(wanted, ", ".join(given), [*lines, f"return {_tuple(inside.atoms(body.outputs))}"])
 
     # ---- statements
 
@@ -222,7 +208,9 @@ class Writer:
             found += statements[done : starts[0]]
             found += self._calls(body, statements, uses, starts, run.length)
             done = starts[-1] + run.length
-        return [*found, *statements[done:]]
+        found += statements[done:]
+        bundle(self.parts, found, variables(body.outputs), len(body.types))
+        return found
 
     def _calls(
         self, body: Body, statements: list[Statement], uses: _Uses, starts: Sequence[int], length: int
@@ -272,15 +260,18 @@ class Writer:
         names = [inside.texts[variable] for variable in parameters.values()]
         lines = inside.statements(part, [r for r in returned if r is not None])
         title = _title(one.place for one in part)
-        lines = [f'"""{title[0].upper()}{title[1:]}, called {len(starts)} times."""', *lines]
-        name = self.function(_function_name(title), ", ".join(names), [*lines, f"return {inside.tuple_of(returned)}"])
-        calls = {}
+        made = Part(
+            self.names.new(_function_name(title)), title, names, lines, [inside.text(r) for r in variables(returned)]
+        )
+        hints = tuple(inside.hints[variable] for variable in variables(returned))
         for copy, start in enumerate(starts):
             results = tuple(statements[start + place].results[number] for place, number in read)
             places = ", ".join(f"§{number}§" for number in range(len(parameters)))
             passed = tuple(values[copy] for values in parameters)
-            calls[start] = Statement(Expression(f"{name}({places})"), passed, results, "out", "", call=True)
-        return calls
+            call = Expression(f"{made.name}({places})")
+            made.calls.append(Statement(call, passed, results, "", "", result_names=hints))
+        self.parts.append(made)
+        return dict(zip(starts, made.calls, strict=True))
 
 
 class _Uses:
@@ -348,10 +339,11 @@ class Inside:
         lines: list[str] = []
         for one in statements:
             consumed = set(variables(one.operands))
-            self.hints.update(dict.fromkeys(variables(one.results), self._base(one)))
+            names = one.result_names or (self._base(one),) * len(one.results)
+            self.hints.update({r: name for r, name in zip(one.results, names, strict=True) if r is not None})
             made = self._filled(one)
             single = len(one.results) == 1 and one.results[0] is not None
-            if single and reads[one.results[0]] == 1 and len(made) <= _INLINE and not one.call:  # type: ignore[index]
+            if single and reads[one.results[0]] == 1 and len(made) <= _INLINE and not one.result_names:  # type: ignore[index]
                 self._forget(consumed)
                 self._waiting[one.results[0]] = (made, one.expression, one)  # type: ignore[index]
                 while len(self._waiting) > _WAITING:
@@ -382,8 +374,7 @@ class Inside:
                 continue
             self.texts[result] = self.names.new(self.hints[result])
             targets.append(self.texts[result])
-        several = len(targets) > 1 or one.call
-        left = ", ".join(targets) + ("," if several and len(targets) == 1 else "")
+        left = ", ".join(targets)
         comment = [f"# {one.place}"] if one.place and one.place != self._place else []
         self._place = one.place or self._place
         return [*comment, *wrapped(f"{left} = {made}")]
@@ -395,7 +386,7 @@ class Inside:
             atom = one.operands[int(match[1])]
             if isinstance(atom, Number):
                 others = [other for other in one.operands if isinstance(other, int)]
-                found = _number(atom, one.expression.typed or not others)
+                found = number_of(atom, one.expression.typed or not others)
                 return f"({found})" if one.expression.wraps and found.startswith("-") else found
             if atom in self._waiting:
                 made, inner, _ = self._waiting[atom]
@@ -411,15 +402,10 @@ class Inside:
             return self.writer.constant(self.body.constants[variable])
         raise ArgumentError(f"to_python() found a variable without a statement: {variable}")
 
-    def tuple_of(self, atoms: Sequence[Atom | None]) -> str:
-        """A tuple of variables and numbers."""
-        return _tuple(
-            [_number(one, True) if isinstance(one, Number) else self.text(one) for one in atoms if one is not None]
-        )
-
-
-def _number(atom: Number, typed: bool) -> str:
-    return number_text(atom.value, atom.aval.dtype, typed or atom.aval.dtype == np.bool_)
+    def atoms(self, atoms: Sequence[Atom | None]) -> list[str]:
+        """The texts of variables and numbers."""
+        given = [one for one in atoms if one is not None]
+        return [number_of(one, True) if isinstance(one, Number) else self.text(one) for one in given]
 
 
 def _tuple(texts: Sequence[str]) -> str:
@@ -512,5 +498,5 @@ def _wrapped_def(text: str) -> str:
         if line.startswith("    return ") and len(line) > _WIDTH:
             found += [f"    {one}" for one in _broken(line.strip().replace("return ", "return\x00"))]
         else:
-            found.append(line)
+            found += [f"    {one}" for one in wrapped(line.strip())] if len(line) > _WIDTH else [line]
     return "\n".join(found)
