@@ -333,6 +333,14 @@ function layoutChange(type, before, after) {
   return [el("div", {}, tensorChips(type, before)), el("div", {}, "→ ", tensorChips(type, after))];
 }
 
+// Why: the other layouts with their prices, those that `shardplan/plans/page_reasons.py` has, and the call for the rest.
+function reasons(names, path, what) {
+  const known = names.find((name) => name in D.why), rows = (known ? D.why[known] : []).map(([label, price], place) =>
+    pair(place ? "" : "other " + what, el("div", { class: "code" }, label), el("div", { class: "faint" }, price)));
+  const equal = known && known !== names[0] && known !== path ? `prices of ${known}, an equal one; ` : "";
+  return [...rows, pair("why", equal, el("span", { class: "code" }, `print(plan.explain("${path}"))`), known ? " prices more exactly" : ` prices the other ${what}`)];
+}
+
 function operationPanel(operation) {
   const kind = kindOf(operation), same = OPERATIONS[D.operations.kind[operation]], rows = [];
   rows.push(pair("phase", D.phases[kind[PHASE_OF]]), pair("module", moduleNames(kind[MODULE]).join("/") || "(no module)"), pair("source", el("span", { class: "code" }, text(kind[SOURCE]))));
@@ -348,7 +356,7 @@ function operationPanel(operation) {
   const readers = readersOf(operation);
   rows.push(pair("read by", readers.length ? links(readers) : "no operation"));
   if (same.length > 1) rows.push(pair("equal ones", links(same)));
-  rows.push(pair("why", el("span", { class: "code" }, `print(plan.explain("op${operation}"))`), " prices the other splits"));
+  rows.push(...reasons(same.map((one) => "op" + one), `op${operation}`, "splits"));
   return [nameOf(operation), rows];
 }
 function argumentPanel(position) {
@@ -357,7 +365,7 @@ function argumentPanel(position) {
     const row = D.memory.tensors[D.memory.buffers.tensor[place]];
     rows.push(pair("category", D.categories[row[T_CATEGORY]]), pair("type and layout", tensorChips(row[T_TYPE], row[T_LAYOUT])), pair("per device", size(row[T_BYTES])));
   }
-  rows.push(pair("read by", readers.length ? links(readers) : "no operation"), pair("why", el("span", { class: "code" }, `print(plan.explain("${D.inputs[position]}"))`), " prices the other layouts"));
+  rows.push(pair("read by", readers.length ? links(readers) : "no operation"), ...reasons(["arg" + position], D.inputs[position], "layouts"));
   return [D.inputs[position], rows];
 }
 let before = null;

@@ -16,6 +16,7 @@ from shardplan.layout.layout import axes_of
 from shardplan.options import Options
 from shardplan.pages.page import page_text
 from shardplan.pages.page_data import page_data
+from shardplan.plans.page_reasons import reasons
 from shardplan.plans.pipeline import donated_leaves, memory_limit_of, remarks_on_layouts, remarks_on_operations
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.repeated_work_report import repeated_text
@@ -63,7 +64,9 @@ def plan_page(plan: PlanData, comparison: Iterable[Compared] | None = None) -> s
         [row.method, *map(_finite, (row.communication_bytes, row.peak_bytes, row.simulated_seconds)), row.note]
         for row in comparison or ()
     ]
-    return page_text(title, {"head": {**plan_head(plan, bool(compared)), "comparison": compared}, **data})
+    head = {**plan_head(plan, bool(compared)), "comparison": compared}
+    why = reasons(plan, data["collectives"], data["operations"]["kind"])
+    return page_text(title, {"head": head, "why": why, **data})
 
 
 def notebook_page(plan: PlanData) -> str:
