@@ -34,7 +34,7 @@ import numpy as np
 from shardplan.audits.audit import audit
 from shardplan.audits.junit import save_junit
 from shardplan.auto import plan as make_plan
-from shardplan.cli_arguments import load_step, parse_pins, parse_positions
+from shardplan.cli_arguments import load_step, parse_blocks, parse_pins, parse_positions
 from shardplan.compare import DEFAULT_METHODS, compare
 from shardplan.compiled.target import targets
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
@@ -180,6 +180,7 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
         metavar="MEANS",
         help="what may make a step fit where no layout does, or none (default: %(default)s)",
     )
+    parser.add_argument("--blocks", action="append", default=[], metavar="PATH=N", help="as 'batch=8'; repeatable")
     parser.add_argument("--verify", action="store_true", help="compile plans near the memory limit, and keep within it")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -202,6 +203,7 @@ def _plan_options(options: argparse.Namespace) -> dict[str, Any]:
         "refine": options.refine,
         "verify": options.verify,
         "fit": () if options.fit == "none" else tuple(options.fit.split(",")),
+        "blocks": parse_blocks(options.blocks) or None,
     }
 
 
