@@ -214,7 +214,7 @@ class RecomputedPlans:
             maker = self._program.makers[value if stack is None else stack.made]
             place = glob_of("/".join(["", *_jax.module_path(maker.equation).split("/")])).lstrip("/")
             row = rows.setdefault((place or maker.source, maker.primitive.name), dict.fromkeys(_SUMS, 0.0))
-            for name, amount in zip(_SUMS, self._graph.figures(value), strict=True):
+            for name, amount in zip(_SUMS, self._graph.figures(value, recomputed), strict=True):
                 row[name] += amount
         return [{"module": m, "made_by": p, **row, "count": int(row["count"])} for (m, p), row in rows.items()]
 
