@@ -122,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_step(comparing)
     known = ", ".join(dict.fromkeys((*BASELINES, *METHODS, *PLACEMENT_METHODS)))
     comparing.add_argument("--methods", default=",".join(DEFAULT_METHODS), help=f"of {known} (default: %(default)s)")
+    comparing.add_argument("--plot", metavar="FILE", help="draw the methods as bars, into a PNG, SVG or PDF file")
     auditing = command("audit", _audit, "Compile a plan for GPUs without one, and hold the plan against that.")
     _add_step(auditing, from_file=True)
     auditing.add_argument("--target", default="h100", choices=targets(), help="GPU type (default: %(default)s)")
@@ -264,6 +265,8 @@ def _compare(options: argparse.Namespace) -> int:
         }
         for row in comparison
     ]
+    if options.plot:
+        comparison.save_plot(options.plot)
     _print(options, {"mesh": comparison.mesh_axes, "rows": rows}, comparison)
     return 0
 
