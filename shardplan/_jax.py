@@ -23,6 +23,7 @@ from jax._src.lax import lax as lax_internal
 from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.state.types import AbstractRef, RefEffect
 from jax.extend import core as jex_core
+from jax.extend.core import primitives as jex_primitives
 from jaxlib.mlir import ir
 
 ClosedJaxpr = jex_core.ClosedJaxpr
@@ -565,6 +566,15 @@ def automatic_mesh() -> Iterator[None]:
 def trace_context() -> Any:
     """The settings of JAX that a trace depends on, from the keys of ``jax.jit``: default precision, x64, mesh."""
     return config.trace_context()
+
+
+def public_name(primitive: Primitive) -> str | None:
+    """The public name of a primitive, such as ``lax.select_and_scatter_add_p``. None where JAX has none."""
+    for module, place in ((jax.lax, "lax"), (jex_primitives, "primitives"), (jax.lax.linalg, "lax.linalg")):
+        name = next((name for name in dir(module) if getattr(module, name, None) is primitive), None)
+        if name is not None:
+            return f"{place}.{name}"
+    return None
 
 
 def is_array_type(aval: Any) -> bool:

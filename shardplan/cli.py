@@ -132,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         help="allowed difference of bytes, as a fraction (default: %(default)s)",
     )
     auditing.add_argument("--junit", metavar="FILE", help="write the result as a JUnit report")
+    auditing.add_argument("-o", "--output", metavar="FILE", help="write the plan and the compiled program as a page")
     explaining = command("explain", _explain, "Say why an argument or an operation is laid out as it is.")
     _add_step(explaining, from_file=True)
     explaining.add_argument("path", help="a path of arguments (globs allowed), or an operation: op12, 'model.py:31*'")
@@ -143,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     differing.add_argument("one", help="a file written by `shardplan plan --save`")
     differing.add_argument("other", help="another one")
     differing.add_argument("--json", action="store_true", help="print JSON")
+    differing.add_argument("-o", "--output", metavar="FILE", help="write both plans side by side as a page")
     differing.add_argument(
         "--exit-code", action="store_true", help="exit with 1 if the plans differ, as `git diff` does"
     )
@@ -303,6 +305,8 @@ def _audit(options: argparse.Namespace) -> int:
     }
     if options.junit:
         save_junit(found, options.junit, options.step, options.tolerance)
+    if options.output:
+        found.to_html(options.output)
     _print(options, record, f"{found}\n\n{found.overlap()}" if agrees else f"{found}\n\n{found.details()}")
     return 0 if agrees else 1
 
@@ -318,7 +322,8 @@ def _report(options: argparse.Namespace) -> int:
     if options.compare:
         step = load_step(_step_of(plan, options) if options.step.endswith(".json") else options.step)
         own = plan.recipe.options
-        chosen = {name: getattr(own, name) for name in ("memory_limit", "objective", "hardware", "donate_argnums")}
+        names = ("memory_limit", "objective", "hardware", "pins", "donate_argnums", "reduce_dtype")
+        chosen = {name: getattr(own, name) for name in names}
         comparison = compare(step.fn, plan.mesh, *step.args, methods=DEFAULT_METHODS[1:], **chosen)
     plan.to_html(options.output, comparison)
     _print(options, {"page": options.output, **plan_record(plan)}, f"{options.output}: {plan_line(plan)}")
@@ -329,7 +334,10 @@ def _diff(options: argparse.Namespace) -> int:
     difference = Plan.load(options.one).diff(Plan.load(options.other))
     specs = {path: [None if s is None else list(s) for s in pair] for path, pair in difference.layouts.items()}
     traffic = [{"kind": k, "axes": axes, "bytes": pair} for (k, axes), pair in difference.traffic.items()]
-    _print(options, {"layouts": specs, "collectives": traffic, "figures": difference.measures}, difference)
+    if options.output:
+        difference.to_html(options.output)
+    record = {"layouts": specs, "collectives": traffic, "figures": difference.measures, "programs": difference.programs}
+    _print(options, record, difference)
     return int(options.exit_code and bool(difference))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from shardplan.optimize.solve_once import Choices
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule
+from shardplan.program.control_flow import stack_layout
 
 
 def carried_over(schedule: Schedule, problem: Problem, origins: Mapping[int, int]) -> Choices:
@@ -26,6 +27,9 @@ def carried_over(schedule: Schedule, problem: Problem, origins: Mapping[int, int
             origin = origins.get(value, value)
             layout = given.copies.get(origin) if of is variables.copies else None
             layout = given.values.get(origin) if layout is None else layout
+            rank = len(schedule.program.values[origin].shape) if value in origins else -1
+            if layout is not None and rank == len(problem.program.values[value].shape) - 1:  # a carry, stacked
+                layout = stack_layout(layout, rank)
             found[variable] = problem.domain(value).position.get(layout, 0)  # type: ignore[arg-type]
     for index, variable in variables.operations.items():
         result = problem.program.operations[index].results[0]

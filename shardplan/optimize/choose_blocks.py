@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardplan import _jax
 from shardplan.memory import Lifetimes
 from shardplan.problem.schedule import Schedule
-from shardplan.program.blocks import Blocks, Growth, Region, Tiling, grow, regions, tiling
+from shardplan.program.blocks import Blocks, Growth, Region, Tiling, grown, regions, tiling
 from shardplan.program.operation_kinds import readers_in
 from shardplan.program.program import Program
 from shardplan.rules import Refusal
@@ -85,7 +85,7 @@ class BlockCandidates:
             return None
         counts = (count,) * len(family.seeds)
         try:
-            tiles = [tiling(self._program, family.growth, region, counts) for region in family.regions]
+            tiles = [tiling(family.program, family.growth, region, counts) for region in family.regions]
         except Refusal:
             return None
         loops = zip(family.regions, tiles, strict=True)
@@ -148,7 +148,13 @@ class BlockCandidates:
     def _bytes(self, value: int) -> float:
         layout = self._schedule.assignment.values.get(value)
         parts = self._schedule.problem.domain(value).parts
-        return self._program.values[value].total_bytes / parts.get(layout, 1)
+        return self._program.values[value].total_bytes / (1 if layout is None else parts.get(layout, 1))
+
+    def _rows(self, value: int, dim: int) -> int:
+        """The positions of a dimension that one device has: a block has at least one of them."""
+        layout, mesh = self._schedule.assignment.values.get(value), self._schedule.space.mesh
+        split = layout[dim] if layout else ()
+        return self._program.values[value].shape[dim] // prod(mesh.sizes[axis] for axis in split)
 
     def _families(self) -> Iterator[_Family]:
         seen = set[tuple[frozenset[int], ...]]()
@@ -170,21 +176,20 @@ class BlockCandidates:
                     yield both
 
     def _family(self, seeds: tuple[tuple[int, int], ...], least_bytes: float) -> _Family | None:
-        growth = grow(self._program, seeds, {})
-        found = tuple(regions(self._program, growth, least_bytes))
-        value = seeds[0][0]
-        most = min(self._program.values[value].shape[dim] for _, dim in seeds)
+        program, growth = grown(self._program, seeds)
+        found = tuple(regions(program, growth, least_bytes))
+        most = min(self._rows(value, dim) for value, dim in seeds)
         if not found:
             return None
         try:
-            tiles = [tiling(self._program, growth, region, (2,) * len(seeds)) for region in found]
+            tiles = [tiling(program, growth, region, (2,) * len(seeds)) for region in found]
         except Refusal:
             return None
         halos = any(
             span.low or span.high != span.step for own in tiles for spans in own.spans for span in spans.values()
         )
         inside, given = self._bytes_over_time([*zip(found, tiles, strict=True)])
-        return _Family(seeds, least_bytes, growth, found, min(most, _MOST_BLOCKS), halos, inside, given)
+        return _Family(seeds, least_bytes, program, growth, found, min(most, _MOST_BLOCKS), halos, inside, given)
 
     def _seeds(self) -> list[tuple[int, float]]:
         """The largest values where most bytes are live, each of another shape and origin."""
@@ -207,6 +212,7 @@ class _Family:
 
     seeds: tuple[tuple[int, int], ...]
     least_bytes: float
+    program: Program
     growth: Growth
     regions: Sequence[Region]
     most: int

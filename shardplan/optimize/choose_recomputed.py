@@ -112,7 +112,7 @@ def _kinds(graph: ResidualGraph) -> Sequence[frozenset[int]]:
     kind: dict[int, object] = {}
     for value in graph.residuals:
         maker, own = program.makers[value], program.values[value]
-        kind[value] = maker.primitive.name, maker.source, own.shape, str(own.dtype)
+        kind[value] = maker.primitive.name, maker.source, own.shape, str(own.dtype), value in graph.stacks and value
     for _ in range(_STEPS):
         around = {
             value: (

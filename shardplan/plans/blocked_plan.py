@@ -73,7 +73,8 @@ class BlockedPlans:
                 break
             begun = leanest = lowest
         least = leanest.plan.peak_bytes
-        said = f"the least peak in blocks is {size_text(least)}, above the limit of {size_text(limit)}"
+        of = "" if self._free.recipe.recomputed is None else " of what computes most again"
+        said = f"In blocks{of} the least peak that was found is {size_text(least)}, and the limit {size_text(limit)}"
         raise InfeasibleError(said, least)
 
     def _next(self, begun: _Planned, limit: float, watch: Stopwatch) -> list[_Planned]:

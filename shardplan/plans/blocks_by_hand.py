@@ -95,7 +95,7 @@ def rows_of(
         rows.append(
             {
                 "index": _index(program, found, number),
-                "count": tiles.counts,
+                "count": list(tiles.counts),
                 "module": _module(program, region.operations),
                 "operations": len(region.operations),
                 "bytes": freed if number == 0 or freed is None else 0.0,

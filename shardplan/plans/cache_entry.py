@@ -85,14 +85,10 @@ def restored(
     planned = [(argument.path, argument.shape, argument.dtype) for argument in entry["arguments"]]
     same = planned == [(value.name or "", value.shape, str(value.dtype)) for value in inputs]
     check(same, "entry.arguments", content["arguments"], "the arguments of the program")
-    recipe = Recipe(
-        options,
-        choices_of(entry["choices"]),
-        entry["network"],
-        program.fingerprint(),
-        entry["recomputed"],
-        entry["blocks"],
-    )
+    changed = entry["recomputed"] is not None or bool(entry["blocks"]) or bool(options.blocks)
+    own = program.fingerprint() if changed else None
+    choices, network = choices_of(entry["choices"]), entry["network"]
+    recipe = Recipe(options, choices, network, own, entry["recomputed"], entry["blocks"])
     try:
         planned_program = rewritten(program, recipe, mesh)
     except PlanMismatchError as error:

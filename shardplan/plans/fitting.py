@@ -93,7 +93,8 @@ class Fitting:
                 refused.append(error)
         if found:
             return min(found, key=_seconds)
-        raise min(refused, key=lambda error: error.least_peak_bytes)
+        least = min(error.least_peak_bytes for error in refused)
+        raise InfeasibleError(". ".join(str(error).rstrip(".") for error in refused), least)
 
     def _by(self, word: str, free: PlanData, options: Options, watch: Stopwatch) -> FittingPlans:
         if word not in self._means:

@@ -36,9 +36,8 @@ from shardplan.problem.shared_tables import SharedTables
 from shardplan.problem.uneven_sizes import padded_sizes
 from shardplan.program.blocks import in_blocks
 from shardplan.program.program import Operation, Program
-from shardplan.program.recompute import recomputing
+from shardplan.program.recompute import recomputable, recomputing
 from shardplan.program.regions.region import region_of
-from shardplan.program.residuals import residuals
 from shardplan.timing.step_time import timing_of
 
 DEFAULT_HARDWARE = "h100"
@@ -188,7 +187,7 @@ def rewritten(program: Program, recipe: Recipe, mesh: Mesh | AbstractMesh) -> Pr
     """
     program = asked_for(program, recipe.options, mesh)
     if recipe.recomputed is not None:
-        if not {*recipe.recomputed} <= {*residuals(program)}:
+        if not {*recipe.recomputed} <= recomputable(program):
             raise PlanMismatchError("the plan computes other values again than the program has: plan again")
         program = recomputing(program, frozenset(recipe.recomputed))
     for blocks in recipe.blocks:

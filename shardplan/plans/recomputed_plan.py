@@ -210,7 +210,8 @@ class RecomputedPlans:
         """What is recomputed by module and primitive: bytes of a device that wait no longer, and work that is added."""
         rows: dict[tuple[str, str], dict[str, float]] = {}
         for value in recomputed:
-            maker = self._program.makers[value]
+            stack = self._graph.stacks.get(value)
+            maker = self._program.makers[value if stack is None else stack.made]
             place = glob_of("/".join(["", *_jax.module_path(maker.equation).split("/")])).lstrip("/")
             row = rows.setdefault((place or maker.source, maker.primitive.name), dict.fromkeys(_SUMS, 0.0))
             for name, amount in zip(_SUMS, self._graph.figures(value), strict=True):

@@ -29,11 +29,12 @@ from shardplan import _jax
 from shardplan.memoize import memoize
 from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.prune import prune
-from shardplan.program.residuals import PRODUCTS, early, is_fixed, materialised
+from shardplan.program.recompute_scans import is_fixed, recomputing_stacks, remakeable
+from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
 
 
 def recomputing(program: Program, values: frozenset[int]) -> Program:
-    """The program that makes some of its `residuals` again for their late readers; with none, releases alone."""
+    """The program that makes `recomputable` values again for their late readers; with none, releases alone."""
     return _rewritten(program, values)[0]
 
 
@@ -45,8 +46,16 @@ def origins(program: Program, values: frozenset[int]) -> Mapping[int, int]:
 
 @memoize
 def _rewritten(program: Program, values: frozenset[int]) -> tuple[Program, Mapping[int, int]]:
-    rewriting = _Rewriting(program, values)
-    return rewriting.program(), rewriting.origins
+    chosen = values.intersection(remakeable(program))
+    stacked, origins = recomputing_stacks(program, chosen) if chosen else (program, {})
+    rewriting = _Rewriting(stacked, values - chosen)
+    again, late = rewriting.program(), rewriting.origins
+    return again, {**origins, **{value: origins.get(origin, origin) for value, origin in late.items()}}
+
+
+def recomputable(program: Program) -> frozenset[int]:
+    """The values that can be made again: residuals, and what scans stack for later ones."""
+    return frozenset((*residuals(program), *remakeable(program)))
 
 
 @memoize

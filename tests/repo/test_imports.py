@@ -133,7 +133,7 @@ ORDER = {
         ("problem",),
         ("memory",),
         ("timing",),
-        ("apply",),
+        ("apply", "source"),
         ("optimize",),
         ("compiled",),
         ("pages",),

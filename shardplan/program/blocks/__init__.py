@@ -11,7 +11,7 @@
 """
 
 from shardplan.program.blocks.growth import Growth as Growth
-from shardplan.program.blocks.growth import grow as grow
+from shardplan.program.blocks.growth import grown as grown
 from shardplan.program.blocks.regions import Region as Region
 from shardplan.program.blocks.regions import regions as regions
 from shardplan.program.blocks.rewrite import Blocked as Blocked

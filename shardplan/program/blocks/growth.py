@@ -8,8 +8,9 @@ scales, is *cut*: it stays whole, with the reason.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from types import MappingProxyType
 
 from shardplan import _jax, rules
 from shardplan.program.blocks.tiles import runs_on_tiles
@@ -44,6 +45,14 @@ def is_barrier(operation: Operation) -> bool:
     return operation.primitive is _jax.optimization_barrier
 
 
+def grown(
+    program: Program, seeds: Sequence[tuple[int, int]], refused: Mapping[int, str] = MappingProxyType({})
+) -> tuple[Program, Growth]:
+    """The growth of some indices, and the program with barriers that hold nothing but what has them."""
+    program = _released(program, grow(program, seeds, refused))
+    return program, grow(program, seeds, refused)
+
+
 def grow(program: Program, seeds: Sequence[tuple[int, int]], refused: Mapping[int, str]) -> Growth:
     """The growth of some indices, each the dimension of a value. All seeds are dimensions of the same value.
 
@@ -73,6 +82,28 @@ def grow(program: Program, seeds: Sequence[tuple[int, int]], refused: Mapping[in
         if is_barrier(operation) and not operation.region and any(map(growth.blocked, operation.read))
     }
     return growth
+
+
+def _released(program: Program, growth: Growth) -> Program:
+    """The program in which barriers hold what is of blocks, and whole values that depend on no block pass by."""
+    behind, passed = set[int](), dict[int, int]()
+    operations = list(program.operations)
+    for index in program.regions[0].operations:
+        operation = operations[index]
+        read = tuple(passed.get(o, o) if isinstance(o, int) else o for o in operation.operands)
+        operation = replace(operation, operands=read)
+        if index in growth.along and is_barrier(operation):
+            pairs = [*zip(operation.operands, operation.results, strict=True)]
+            by = [not (isinstance(o, int) and (growth.blocked(o) or o in behind)) for o, _ in pairs]
+            passed |= {result: o for (o, result), free in zip(pairs, by, strict=True) if free and isinstance(o, int)}
+            kept = [pair for pair, free in zip(pairs, by, strict=True) if not free]
+            operation = replace(operation, operands=tuple(o for o, _ in kept), results=tuple(r for _, r in kept))
+        if index in growth.along or not behind.isdisjoint(operation.read):
+            behind.update(operation.results)
+        operations[index] = operation
+    outputs = tuple(passed.get(o, o) if isinstance(o, int) else o for o in program.outputs)
+    whole = replace(program.regions[0], outputs=outputs)
+    return replace(program, operations=tuple(operations), outputs=outputs, regions=(whole, *program.regions[1:]))
 
 
 def _through(

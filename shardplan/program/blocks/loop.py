@@ -54,13 +54,16 @@ class Loop:
 
     def run(self, values: Mapping[int, Any]) -> dict[int, Any]:
         """The results of the region that leave it, from the values that it reads."""
-        with _jax.traced_as(self._first().equation):
+        with _jax.traced_as(self._largest().equation):
             return self._run(values)
 
-    def _first(self) -> Operation:
-        """The first operation of the region that it does not make for itself, which stands for the loop."""
-        region = self._region
-        return self._program.operations[next(index for index in region.operations if index not in region.own)]
+    def _largest(self) -> Operation:
+        """The operation of the region with the largest result of those with a place in the source: it stands for the
+        loop."""
+        program = self._program
+        own = [program.operations[index] for index in self._region.operations if index not in self._region.own]
+        known = [operation for operation in own if _jax.source_line(operation.equation)] or own
+        return max(known, key=lambda operation: max(program.values[r].total_bytes for r in operation.results))
 
     def _run(self, values: Mapping[int, Any]) -> dict[int, Any]:
         leaving = self._tiles.leaving

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shardplan.memoize import memoize
-from shardplan.program.blocks.growth import Growth, Place, grow, is_barrier
+from shardplan.program.blocks.growth import Growth, Place, grown, is_barrier
 from shardplan.program.blocks.loop import Loop, Refused
 from shardplan.program.blocks.regions import Region, regions
 from shardplan.program.blocks.tiles import run_on_tile
@@ -54,9 +54,9 @@ _MOST_TRIES = 40
 @memoize
 def in_blocks(program: Program, blocks: Blocks) -> Blocked:
     """The program with loops. Without any region it is the program itself, and ``cuts`` say why."""
-    refused, program = dict[int, str](), _released(program, grow(program, blocks.seeds, {}))
+    refused = dict[int, str]()
     for _ in range(_MOST_TRIES):
-        growth = grow(program, blocks.seeds, refused)
+        program, growth = grown(program, blocks.seeds, refused)
         loops = []
         for region in regions(program, growth, blocks.least_bytes):
             try:
@@ -71,28 +71,6 @@ def in_blocks(program: Program, blocks: Blocks) -> Blocked:
         except Refused as found:
             refused[found.index] = found.reason
     return Blocked(program, (), (), refused)
-
-
-def _released(program: Program, growth: Growth) -> Program:
-    """The program in which barriers hold what is of blocks, and whole values that depend on no block pass by."""
-    behind, passed = set[int](), dict[int, int]()
-    operations = list(program.operations)
-    for index in program.regions[0].operations:
-        operation = operations[index]
-        read = tuple(passed.get(o, o) if isinstance(o, int) else o for o in operation.operands)
-        operation = replace(operation, operands=read)
-        if index in growth.along and is_barrier(operation):
-            pairs = [*zip(operation.operands, operation.results, strict=True)]
-            by = [not (isinstance(o, int) and (growth.blocked(o) or o in behind)) for o, _ in pairs]
-            passed |= {result: o for (o, result), free in zip(pairs, by, strict=True) if free and isinstance(o, int)}
-            kept = [pair for pair, free in zip(pairs, by, strict=True) if not free]
-            operation = replace(operation, operands=tuple(o for o, _ in kept), results=tuple(r for _, r in kept))
-        if index in growth.along or not behind.isdisjoint(operation.read):
-            behind.update(operation.results)
-        operations[index] = operation
-    outputs = tuple(passed.get(o, o) if isinstance(o, int) else o for o in program.outputs)
-    whole = replace(program.regions[0], outputs=outputs)
-    return replace(program, operations=tuple(operations), outputs=outputs, regions=(whole, *program.regions[1:]))
 
 
 class _Rewriting:
