@@ -8,7 +8,7 @@ as far as that fits, the dearest first.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +19,11 @@ from shardplan.optimize.residual_graph import ResidualGraph
 _LEAST_SECONDS = 1e-7
 """What making any residual again costs at least: a part of a kernel's launch."""
 
-_FEW = 64
-"""Of so many kinds, all are judged again after each choice."""
+_FEW = 16000
+"""Of so many kinds times residuals, all kinds are judged again after each choice."""
+
+_MANY = 200
+"""Of more residuals, whole kinds are kept again before single ones."""
 
 _STEPS = 2
 """How far around a residual kinds are told apart."""
@@ -86,7 +89,7 @@ def _by_kinds(graph: ResidualGraph, limit: float, capped: bool) -> frozenset[int
                 break
             _, chosen, now = judged(kinds[number])
             step += 1
-            if len(kinds) <= _FEW:
+            if len(kinds) * len(graph.residuals) <= _FEW:
                 waiting = [(-np.inf, -1, other) for *_, other in waiting]
         else:
             heapq.heappush(waiting, (-judged(kinds[number])[0], step, number))
@@ -94,13 +97,23 @@ def _by_kinds(graph: ResidualGraph, limit: float, capped: bool) -> frozenset[int
 
 
 def _kept_again(graph: ResidualGraph, chosen: frozenset[int], limit: float) -> frozenset[int]:
-    """Fewer of the chosen, those first that take longest for what they save."""
+    """Fewer of the chosen, those first that take longest for what they save; of many, whole kinds at first."""
     now = _Judged.of(graph, chosen, limit)
-    for value in sorted(chosen, key=lambda one: (-graph.seconds[one] / max(graph.sizes[one], 1.0), one)):
-        after = _Judged.of(graph, chosen - {value}, limit)
-        if after.excess <= 0 and after.seconds <= now.seconds:
-            chosen, now = chosen - {value}, after
+    kinds = [kind & chosen for kind in _kinds(graph) if len(kind & chosen) > 1] if len(chosen) > _MANY else []
+    for group in (*_dearest_first(graph, kinds), *_dearest_first(graph, [frozenset([value]) for value in chosen])):
+        if group <= chosen:
+            after = _Judged.of(graph, chosen - group, limit)
+            if after.excess <= 0 and after.seconds <= now.seconds:
+                chosen, now = chosen - group, after
     return chosen
+
+
+def _dearest_first(graph: ResidualGraph, groups: Iterable[frozenset[int]]) -> list[frozenset[int]]:
+    def dearness(group: frozenset[int]) -> tuple[float, int]:
+        seconds, saved = (sum(of[value] for value in group) for of in (graph.seconds, graph.sizes))
+        return -seconds / max(saved, 1.0), min(group)
+
+    return sorted(groups, key=dearness)
 
 
 def _kinds(graph: ResidualGraph) -> Sequence[frozenset[int]]:

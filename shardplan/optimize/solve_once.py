@@ -47,6 +47,8 @@ class FoundSchedule:
     lifetimes: Lifetimes = field(repr=False)
     stages: tuple[Mapping[str, float | str], ...] = ()
     """A row for each stage of the search within the memory limit."""
+    unlimited: FoundSchedule | None = field(default=None, repr=False)
+    """The schedule without a limit, where that exceeds it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def search_within(problem: Problem, search: Search) -> FoundSchedule:
             return free
         raise infeasible_error(task, state)
     lower = min(free.solution.lower_bound, best.solution.cost)
-    return replace(best, solution=replace(best.solution, lower_bound=lower), stages=rows)
+    return replace(best, solution=replace(best.solution, lower_bound=lower), stages=rows, unlimited=free)
 
 
 def _without_limit(task: Task) -> tuple[Choices | None, Solution]:

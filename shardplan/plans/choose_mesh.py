@@ -148,7 +148,7 @@ def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options)
             continue
         row |= {"objective": plan.objective, "lower_bound": plan.lower_bound, "sent": plan.communication_bytes}
         if best is None or plan.objective < best.objective:
-            best = plan
+            best = replace(plan, unlimited=None)
     if best is None and exceeding is not None:
         fitting = Fitting(program, exceeding.mesh)
         fitting.take(exceeding, limit)

@@ -1,13 +1,16 @@
 """Plans within a memory limit: by layouts, and where no layout fits by the other means that the options allow.
 
 A step that fits is planned as if there were no other means. Else each of them plans within the limit, from the plan
-without a limit, and the plan with the shortest step is taken. Where none of them is enough, the program that computes
-its largest residuals again runs in blocks.
+without a limit, and the plan with the shortest step is taken. Layouts that fit and cost more than that plan are compared
+with what the other means find, by the predicted time of the step. Where none of them is enough, the program that
+computes its largest residuals again runs in blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -22,6 +25,9 @@ from shardplan.plans.recomputed_plan import RecomputedPlans
 from shardplan.plans.stopwatch import Stopwatch
 from shardplan.program.program import Program
 from shardplan.timing.step_time import step_time
+
+_DEARER = 1.01
+"""Layouts that fit and cost more than so many times the bound are compared with other means."""
 
 
 class FittingPlans(Protocol):
@@ -59,13 +65,21 @@ class Fitting:
 
         Raises InfeasibleError where nothing fits."""
         watch, limit = Stopwatch(options.time_limit), memory_limit_of(options)
-        if self._free is None or limit > self._refused:
-            plan = plan_program(self._program, self._mesh, options, excess=excess, may_exceed=bool(options.fit))
-            watch.stating += plan.statistics["seconds"]["build"]
-            if plan.peak_bytes <= limit or not options.fit:
-                return plan
+        if self._free is not None and limit <= self._refused:
+            return self.by_other_means(options, watch)
+        plan = plan_program(self._program, self._mesh, options, excess=excess, may_exceed=bool(options.fit))
+        watch.stating += plan.statistics["seconds"]["build"]
+        if plan.peak_bytes > limit:
             self.take(plan, limit)
-        return self.by_other_means(options, watch)
+            return self.by_other_means(options, watch)
+        free, plan = plan.unlimited, replace(plan, unlimited=None)
+        if free is None or excess or plan.objective <= _DEARER * plan.lower_bound or watch.left <= 0:
+            return plan
+        self.take(free, 0.0)
+        with suppress(InfeasibleError):
+            other = self.by_other_means(options, watch)
+            return min(plan, other, key=lambda one: step_time(one.schedule).seconds)
+        return plan
 
     def take(self, free: PlanData, refused: float) -> None:
         """Takes the plan without a limit, where no layout keeps within one."""

@@ -126,7 +126,10 @@ def plan_problem(
     search = Search(method, options.time_limit, limit, leaves, excess, may_exceed)
     found = SEARCHES[options.objective](problem, search, rebuild)
     seconds = {"build": spent_seconds + built - started, "search": time.perf_counter() - built}
-    return plan_of(found, mesh, options, seconds)
+    plan = plan_of(found, mesh, options, seconds)
+    if found.unlimited is None or not may_exceed:
+        return plan
+    return replace(plan, unlimited=plan_of(found.unlimited, mesh, options, seconds))
 
 
 def plan_of(

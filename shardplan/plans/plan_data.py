@@ -123,6 +123,8 @@ class PlanData:
     host_bytes: float = 0.0
     executable: jax.stages.Compiled | None = field(default=None, repr=False)
     """The compiled step of a plan that was verified on the devices of its mesh."""
+    unlimited: PlanData | None = field(default=None, repr=False)
+    """While planning: the plan without a limit, where that exceeds it."""
 
     @property
     def verified(self) -> Mapping[str, Any] | None:

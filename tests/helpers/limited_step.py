@@ -31,7 +31,7 @@ def least_peak(step, mesh, *arguments, **options):
     limit = 1.0
     for _ in range(2):
         try:
-            return shardplan.plan(step, mesh, *arguments, memory_limit=limit, **options).peak_bytes
+            return shardplan.plan(step, mesh, *arguments, memory_limit=limit, **{"fit": (), **options}).peak_bytes
         except shardplan.InfeasibleError as error:
             limit = error.least_peak_bytes
     return limit
@@ -41,4 +41,4 @@ def plan_within(mesh=MESH):
     """A plan within four fifths of the peak without a limit."""
     step, state, batch = training()
     free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
-    return shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+    return shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes, fit=())

@@ -87,7 +87,7 @@ def test_a_limit_below_the_free_peak(share):
     step, state, batch = _training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     limit = share * free.peak_bytes
-    bound = shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=limit)
+    bound = shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=limit, fit=())
     assert bound.peak_bytes <= limit
     assert bound.objective >= free.objective
     assert bound.peak_bytes == pytest.approx(_peak_in_its_own_order(bound))

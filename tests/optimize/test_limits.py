@@ -19,7 +19,7 @@ def test_a_higher_limit_never_sends_more():
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
     free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
     limits = [share * free.peak_bytes for share in (0.85, 0.92, 0.95, 0.98)]
-    plans = [shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit) for limit in limits]
+    plans = [shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit, fit=()) for limit in limits]
     assert all(plan.peak_bytes <= limit for plan, limit in zip(plans, limits, strict=True))
     sent = [plan.communication_bytes for plan in plans]
     assert sent == sorted(sent, reverse=True)
@@ -33,7 +33,7 @@ def test_the_reported_lowest_peak_as_a_limit(sizes, times):
     step, state, batch = training()
     mesh = jax.sharding.AbstractMesh(sizes, ("x", "y")[: len(sizes)])
     limit = times * least_peak(step, mesh, state, batch, donate_argnums=0)
-    assert shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit).peak_bytes <= limit
+    assert shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit, fit=()).peak_bytes <= limit
 
 
 @pytest.mark.parametrize(("share", "stopped"), [(0.4, False), (0.6, True)])

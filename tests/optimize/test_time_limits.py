@@ -73,7 +73,7 @@ def test_search_ends_soon_after_its_time(share: float, processor_clock: None, mo
 
     monkeypatch.setattr(repeating, "search_within", timed)
     with suppress(InfeasibleError):
-        shardplan.plan(step, mesh, *given, memory_limit=limit, time_limit=1.0)
+        shardplan.plan(step, mesh, *given, memory_limit=limit, time_limit=1.0, fit=())
     assert len(seconds) == 1
     assert seconds[0] < 1.0 + 1.5
 
@@ -93,7 +93,7 @@ def test_plan_found_in_time_is_taken(found: int, monkeypatch: pytest.MonkeyPatch
         return own
 
     monkeypatch.setattr(Task, "count", watched)
-    plan = shardplan.plan(train_step, MESH, state, batch, donate_argnums=0, memory_limit=limit)
+    plan = shardplan.plan(train_step, MESH, state, batch, donate_argnums=0, memory_limit=limit, fit=())
     assert len(fitting) <= found
     assert plan.peak_bytes <= limit
     assert 0 < plan.lower_bound <= plan.objective and 0 <= plan.gap < 1
@@ -109,5 +109,5 @@ def test_time_is_over_before_anything_fits(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Clock, "seconds_left", seconds_left)
     train_step, state, batch = training()
     with pytest.raises(InfeasibleError, match=r"(?s)in the time of its search \(`time_limit`\).*more time\.") as caught:
-        shardplan.plan(train_step, MESH, state, batch, donate_argnums=0, memory_limit=1.1e6)
+        shardplan.plan(train_step, MESH, state, batch, donate_argnums=0, memory_limit=1.1e6, fit=())
     assert caught.value.least_peak_bytes > 1.1e6

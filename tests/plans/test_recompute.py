@@ -166,6 +166,17 @@ def test_a_time_limit_that_is_over_at_once():
     assert plan.peak_bytes <= limit
 
 
+def test_layouts_that_fit_and_send_more():
+    """They give way to values that are computed again, where that takes less time."""
+    limit = limit_at(0.7, "x=2,y=4", scanned, SCANNED)
+    layouts, plan = (
+        shardplan.plan(scanned, "x=2,y=4", *SCANNED, memory_limit=limit, fit=fit) for fit in ((), RECOMPUTE)
+    )
+    assert layouts.peak_bytes <= limit
+    assert plan.recomputed
+    assert plan.communication_bytes < layouts.communication_bytes
+
+
 def test_no_fit():
     """Without recomputation a step that no layout fits is refused."""
     with pytest.raises(shardplan.InfeasibleError, match="no layout was found"):
