@@ -347,6 +347,26 @@ def bind_again(
     return tuple(results) if primitive.multiple_results else (results,)
 
 
+def bind_as_traced(
+    equation: Equation, primitive: Primitive, params: dict[str, Any], operands: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Binds a traced primitive to new operands, under its name stack and with its place in the source."""
+    info = equation.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
+        results = primitive.bind(*operands, **primitive.get_bind_params(params))
+    return tuple(results) if primitive.multiple_results else (results,)
+
+
+@contextmanager
+def traced_as(equation: Equation) -> Iterator[None]:
+    """Operations that are traced inside have the place in the source and the name stack of an equation."""
+    info = equation.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack):
+        yield
+
+
 def run_without_types(closed: ClosedJaxpr, operands: Sequence[Any], laid_out: Callable[[Any, Any], Any]) -> list[Any]:
     """Runs a program that was traced on mesh axes of type Explicit on arrays without typed layouts.
 

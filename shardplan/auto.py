@@ -26,7 +26,7 @@ from shardplan.errors import (
 from shardplan.frameworks import adapt_call
 from shardplan.hardware import HardwareProfile
 from shardplan.layout.mesh import GivenMesh, NoMesh, as_mesh, mesh_of_context
-from shardplan.options import Options
+from shardplan.options import FITS, Options
 from shardplan.plans import planned_call, processes, result_layouts, runner
 from shardplan.plans.explicit_types import axis_types_of
 from shardplan.plans.jit_options import with_options_of
@@ -70,7 +70,8 @@ def auto(  # type: ignore[misc]
     refine: int = 1,
     islands: bool = True,
     verify: bool | None = None,
-    fit: Sequence[str] = (),
+    fit: Sequence[str] = FITS,
+    blocks: Mapping[str, int] | None = None,
 ) -> Any:
     """``fn``, planned over ``mesh`` and compiled, in the place of ``jax.jit(fn)``.
 
@@ -107,8 +108,13 @@ def auto(  # type: ignore[misc]
         islands: False leaves every reduction to XLA, also where it sends more than planned reductions would.
         verify: whether to compile a plan near the memory limit, and to plan again if the compiled peak exceeds the
             limit (`shardplan.plans.feedback`). None: for a mesh of real GPUs of one process.
-        fit: the means to fit a step that exceeds the memory limit. ``("recompute",)`` computes values of the forward
-            part again in the backward part (``plan.recomputed``). By default such a step is refused.
+        fit: the means to fit a step that exceeds the memory limit in every layout. ``("recompute",)`` computes values
+            of the forward part again in the backward part (``plan.recomputed``). ``"blocks"`` runs parts of the step
+            in blocks of an index, as gradient accumulation and chunked losses do (``plan.blocks``). With ``()`` such a
+            step is refused.
+        blocks: what is to run in blocks whether it fits or not: the number of blocks by the path of an argument, whose
+            first dimension is divided, or by a path and a dimension, ``1/image[2]``. ``"batch"`` stands for the
+            largest argument that is no state.
 
     Returns:
         A callable with ``.plan(*args)`` and ``.lower(*args)``.

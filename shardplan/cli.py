@@ -34,12 +34,13 @@ import numpy as np
 from shardplan.audits.audit import audit
 from shardplan.audits.junit import save_junit
 from shardplan.auto import plan as make_plan
-from shardplan.cli_arguments import load_step, parse_pins, parse_positions
+from shardplan.cli_arguments import load_step, parse_blocks, parse_pins, parse_positions
 from shardplan.compare import DEFAULT_METHODS, compare
 from shardplan.compiled.target import targets
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
 from shardplan.hardware import profiles
 from shardplan.layout.objectives import OBJECTIVES
+from shardplan.options import FITS
 from shardplan.plans.file import library_version
 from shardplan.plans.page_head import STEP
 from shardplan.plans.plan import Plan
@@ -174,7 +175,13 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
     parser.add_argument("--reduce-dtype", metavar="DTYPE", help="a narrower type in which partial sums may travel")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of search (default: %(default)s)")
     parser.add_argument("--refine", type=int, default=1, metavar="N", help="compile N plans and keep the best")
-    parser.add_argument("--recompute", action="store_true", help="compute values again where no layout fits")
+    parser.add_argument(
+        "--fit",
+        default=",".join(FITS),
+        metavar="MEANS",
+        help="what may make a step fit where no layout does, or none (default: %(default)s)",
+    )
+    parser.add_argument("--blocks", action="append", default=[], metavar="PATH=N", help="as 'batch=8'; repeatable")
     parser.add_argument("--verify", action="store_true", help="compile plans near the memory limit, and keep within it")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -196,7 +203,8 @@ def _plan_options(options: argparse.Namespace) -> dict[str, Any]:
         "time_limit": options.time_limit,
         "refine": options.refine,
         "verify": options.verify,
-        "fit": ("recompute",) if options.recompute else (),
+        "fit": () if options.fit == "none" else tuple(options.fit.split(",")),
+        "blocks": parse_blocks(options.blocks) or None,
     }
 
 

@@ -38,13 +38,11 @@ class ProcessesError(ShardplanError):
 
 
 class InfeasibleError(ShardplanError):
-    """No layout of the program is within the memory limit. `least_peak_bytes` is the lowest peak found.
+    """No layout of the program is within the memory limit. `least_peak_bytes` is the lowest peak found."""
 
-    ``lower_bound`` is that of the objective without a limit, where layouts were searched."""
-
-    def __init__(self, message: str, least_peak_bytes: float = math.nan, lower_bound: float | None = None) -> None:
+    def __init__(self, message: str, least_peak_bytes: float = math.nan) -> None:
         super().__init__(message)
-        self.least_peak_bytes, self.lower_bound = least_peak_bytes, lower_bound
+        self.least_peak_bytes = least_peak_bytes
 
 
 class ShardplanWarning(UserWarning):

@@ -20,7 +20,7 @@ from shardplan.layout.objectives import OBJECTIVES
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
-FITS = ("recompute",)
+FITS = ("recompute", "blocks")
 """What a plan may do where a step does not fit."""
 
 MOST_REFINED = 8
@@ -49,7 +49,8 @@ class Options:
     like: Any = None
     keep_unused: bool = False
     compiler_options: Mapping[str, Any] | None = None
-    fit: Sequence[str] = ()
+    fit: Sequence[str] = FITS
+    blocks: Mapping[str, int] | None = None
     results: Mapping[str, PartitionSpec] | None = None
     """The layouts of results by their paths, from ``out_shardings`` or their types. Planning sets them."""
 
@@ -74,6 +75,7 @@ class Options:
         if self.verify is not None and not isinstance(self.verify, bool):
             raise ArgumentError(f"verify is True, False or None, got `{self.verify!r}`")
         _check_fit(self.fit)
+        _check_blocks(self.blocks)
         if not isinstance(self.keep_unused, bool):
             raise ArgumentError(f"keep_unused is True or False, got `{self.keep_unused!r}`")
         if self.compiler_options is not None and not isinstance(self.compiler_options, Mapping):
@@ -127,8 +129,18 @@ def _is_positive(number: Any) -> bool:
 def _check_fit(given: Any) -> None:
     words = [f"`{word}`" for word in given if word not in FITS] if isinstance(given, tuple | list) else [f"`{given!r}`"]
     if words:
-        known = ", ".join(f"('{word}',)" for word in FITS)
-        raise ArgumentError(f"fit is a tuple of what may make a step fit, () or {known}; got {', '.join(words)}")
+        known = ", ".join(map(repr, FITS))
+        raise ArgumentError(f"fit is a tuple of what may make a step fit, of {known}, or (); got {', '.join(words)}")
+
+
+def _check_blocks(given: Any) -> None:
+    if given is not None and not isinstance(given, Mapping):
+        raise ArgumentError(
+            f"blocks map paths of arguments to numbers of blocks, such as {{'batch': 8}}; got `{given!r}`"
+        )
+    for path, count in (given or {}).items():
+        if not isinstance(path, str) or isinstance(count, bool) or not isinstance(count, int) or count < 2:
+            raise ArgumentError(f"blocks map paths to numbers of blocks from 2 on, got `{path!r}: {count!r}`")
 
 
 def _check_reduce_dtype(given: Any) -> None:

@@ -125,6 +125,10 @@ class LayoutSpace:
         self._by_shape: dict[tuple[int, ...], Domain] = {}
         self._partial: dict[tuple[Domain, float], Domain] = {}
 
+    def same_layouts(self, other: LayoutSpace) -> bool:
+        """Whether another space has the same layouts."""
+        return (self.mesh, self.padded, self._named) == (other.mesh, other.padded, other._named)
+
     def domain(self, shape: tuple[int, ...]) -> Domain:
         """The layouts whose axes divide the dimensions of ``shape``. The replicated one is the first."""
         found = self._by_shape.get(shape)

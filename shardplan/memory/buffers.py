@@ -230,7 +230,7 @@ class _Buffers:
         if operation.primitive.name == RAGGED:
             amounts.append([masked_rows(self._problem, operation, strategy) for strategy in strategies])
         if is_library_product(self._program, operation):
-            amounts.append([partial_sums(self._problem, operation, strategy) for strategy in strategies])
+            amounts.append(partial_sums(self._problem, operation))
         if operation.primitive.name == CONVOLUTION and is_asymmetrically_padded(self._program, operation):
             made = [strategy.results[0] for strategy in strategies]
             amounts.append(_sizes_in(self._problem, operation.results[0], made))

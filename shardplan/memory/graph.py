@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 from shardplan import _jax
@@ -374,15 +376,16 @@ class Graph:
             before = made
 
     def has_path(self, first: int, last: int, most: int = 600) -> bool:
-        """Whether a node depends on another one. True after a search of ``most`` nodes without an answer."""
-        stack, seen = [last], {last}
-        while stack:
-            for need in self.nodes[stack.pop()].needs:
-                if need == first:
-                    return True
-                if need not in seen:
-                    seen.add(need)
-                    stack.append(need)
-            if len(seen) > most:
-                return True
-        return False
+        """Whether a node depends on another one. True for one that depends on at least ``most`` nodes."""
+        return bool(self._ancestors[last] >> first & 1) or self._ancestors[last].bit_count() >= most
+
+    @cached_property
+    def _ancestors(self) -> dict[int, int]:
+        """Per node, those that it depends on, as the bits of a number."""
+        found: dict[int, int] = {}
+        for number in TopologicalSorter({n: node.needs for n, node in enumerate(self.nodes)}).static_order():
+            above = 0
+            for need in self.nodes[number].needs:
+                above |= found[need] | 1 << need
+            found[number] = above
+        return found

@@ -45,11 +45,21 @@ class ProductOperand(NamedTuple):
     copied: bool
 
 
-def partial_sums(problem: Problem, product: Operation, strategy: Strategy) -> float:
-    """Bytes on one device of the partial sums of a split-K product, in float32. 0 for other products.
+def partial_sums(problem: Problem, product: Operation) -> list[float]:
+    """Per strategy, the bytes on one device of the partial sums of a split-K product, in float32. 0 for other products.
 
-    XLA:GPU splits a long contraction into a power of two of parts if the result has too few tiles for the GPU.
+    XLA:GPU splits a long contraction into a power of two of parts if the result has too few tiles for the GPU. Equal
+    products share one list.
     """
+    choices, shapes = problem.choices[product.index], [operand_type(problem.program, o).shape for o in product.operands]
+    key = "partial sums", id(choices), product.params["dimension_numbers"], *shapes
+    if key not in problem.memo:
+        problem.memo[key] = [_partial_sums(problem, product, strategy) for strategy in choices.strategies]
+    found: list[float] = problem.memo[key]
+    return found
+
+
+def _partial_sums(problem: Problem, product: Operation, strategy: Strategy) -> float:
     both, (batch, _) = product.params["dimension_numbers"]
     mesh, program = problem.space.mesh, problem.program
     if batch:

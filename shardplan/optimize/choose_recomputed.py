@@ -1,7 +1,8 @@
 """Choosing what is recomputed: the residuals whose recomputation keeps a schedule within a memory limit.
 
 First, what saves most of the bytes above the limit per second that it adds, one kind of residual after another in all
-repeated layers at once. Then single values are kept again, as far as that fits, the dearest first.
+repeated layers at once; or all that no large product makes, as policies by hand do. Then single values are kept again,
+as far as that fits, the dearest first.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from shardplan.optimize.residual_graph import ResidualGraph
 _LEAST_SECONDS = 1e-7
 """What making any residual again costs at least: a part of a kernel's launch."""
 
-_FEW = 250
-"""Of so many residuals, all kinds are judged again after each."""
+_FEW = 64
+"""Of so many kinds, all are judged again after each choice."""
 
 _STEPS = 2
 """How far around a residual kinds are told apart."""
@@ -27,7 +28,7 @@ _STEPS = 2
 
 def choose_recomputed(graph: ResidualGraph, limit: float) -> frozenset[int]:
     """The residuals to recompute, as few seconds of them as are found; the most where the limit is not reached."""
-    found = [_by_kinds(graph, limit, capped) for capped in (True, False)]
+    found = [*(_by_kinds(graph, limit, capped) for capped in (True, False)), frozenset(graph.cheap)]
     fitting = [_kept_again(graph, one, limit) for one in found if _Judged.of(graph, one, limit).excess <= 0]
     if fitting:
         return min(fitting, key=lambda one: graph.estimate(one)[1])
@@ -60,7 +61,7 @@ class _Judged:
 def _by_kinds(graph: ResidualGraph, limit: float, capped: bool) -> frozenset[int]:
     """One kind after another, that first which saves most per second, until the limit is reached or nothing saves.
 
-    Of many residuals, a kind is judged again when it comes first: what it saves hardly grows with what is chosen."""
+    Of many kinds, one is judged again when it comes first: what it saves hardly grows with what is chosen."""
     kinds, chosen = _kinds(graph), frozenset[int]()
     now = _Judged.of(graph, chosen, limit)
 
@@ -85,7 +86,7 @@ def _by_kinds(graph: ResidualGraph, limit: float, capped: bool) -> frozenset[int
                 break
             _, chosen, now = judged(kinds[number])
             step += 1
-            if len(graph.residuals) <= _FEW:
+            if len(kinds) <= _FEW:
                 waiting = [(-np.inf, -1, other) for *_, other in waiting]
         else:
             heapq.heappush(waiting, (-judged(kinds[number])[0], step, number))
@@ -112,7 +113,7 @@ def _kinds(graph: ResidualGraph) -> Sequence[frozenset[int]]:
     kind: dict[int, object] = {}
     for value in graph.residuals:
         maker, own = program.makers[value], program.values[value]
-        kind[value] = maker.primitive.name, maker.source, own.shape, str(own.dtype)
+        kind[value] = maker.primitive.name, maker.source, own.shape, str(own.dtype), value in graph.stacks and value
     for _ in range(_STEPS):
         around = {
             value: (

@@ -70,15 +70,15 @@ def infeasible_error(task: Task, state: State) -> InfeasibleError:
             where = tensor.name or (makers[value].source if value in makers else "captured array")
             lines.append(f"  {megabytes(size):>10} MB  {tensor.dtype}{list(tensor.shape)} of `{where}`\n")
     proven = f"; by the planner's count none is below {_size(bound)}" if bound else ""
-    helps = ["more devices", "a smaller batch", "jax.checkpoint around layers"]
+    helps = ["more devices", "a smaller batch"]
+    helps += ["jax.checkpoint around layers"] * (not search.known)  # else the plan has chosen what is computed again
     helps += ["donate_argnums for the state"] * (not search.donated) + ["more time"] * late
-    stopped = f" in the {search.seconds:g} seconds of its search (`time_limit`)" if late else ""
+    stopped = " in the time of its search (`time_limit`)" if late else ""
     return InfeasibleError(
         f"no layout was found{stopped} that keeps within {_size(search.limit_bytes)} per device; "
         f"the least peak found is {_size(least.peak_bytes)}{proven}. The largest tensors there, per device:\n"
         f"{''.join(lines[:5])}What helps: {', '.join(helps)}.",
         least.peak_bytes,
-        float(state.free.solution.lower_bound),
     )
 
 

@@ -70,7 +70,8 @@ def search_with_repeated_work(
         other = search_within(repriced, replace(search, seconds=left))
     except InfeasibleError:  # nothing found within the limit at these prices: the first plan is kept
         return found
-    return min(found, other, key=lambda one: _step(one.schedule, traffic, traffic).seconds)
+    fitting = [one for one in (found, other) if one.peak_bytes <= search.limit_bytes]
+    return min(fitting or (found, other), key=lambda one: _step(one.schedule, traffic, traffic).seconds)
 
 
 def _significant_traffic(schedule: Schedule) -> Mapping[int, int]:

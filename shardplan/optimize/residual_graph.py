@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from shardplan.memory import Lifetimes
 from shardplan.problem.schedule import Schedule
-from shardplan.program.program import Program
+from shardplan.program.operation_kinds import PRODUCT
+from shardplan.program.program import Operation, Program
 from shardplan.program.recompute import ties
-from shardplan.program.residuals import early, is_fixed, materialised, residuals
-from shardplan.timing.step_time import time_prices
+from shardplan.program.recompute_scans import Stack, chain, is_fixed, remakeable, stacks
+from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
+from shardplan.timing.step_time import sent_seconds, time_prices
 
 Array = NDArray[np.float64]
 
@@ -50,15 +52,21 @@ class ResidualGraph:
         self._schedule, self._place = schedule, lifetimes.place
         self._choices = schedule.problem.encode(schedule.assignment)
         self.profile: Array = lifetimes.profile(self._choices)
-        self.residuals = _worth_making_again(schedule)
+        self.stacks = _late_stacks(self.program)
+        self.residuals = (*_worth_making_again(schedule), *self.stacks)
         self._known = frozenset(self.residuals)
-        self.sources = _sources(self.program)
+        self.sources = {**_sources(self.program), **{v: _slices(self.program, s) for v, s in self.stacks.items()}}
         self._uses = self._late_uses()
         self._spans = self._spans_of(lifetimes)
+        self._carries = self._stacked_carries()
         self._until, self._late = self._last_early_reads(), self._first_late_reads()
         self._waiting = {value: [*self._waits(value)] for value in self._spans}
+        for value in self.stacks:  # from the beginning of the loop that fills it
+            self._waiting[value] = [(start - 1, end, size) for start, end, size in self._spans.get(value, ())]
         self._following = [v for v, w in self._waiting.items() if w and v not in self._known and v in self._late]
         self.sizes = {value: self._size(value) for value in self.residuals}
+        self.cheap = set[int]()  # what no large product makes: what checkpoint policies by hand compute again
+        self._read: dict[int, list[tuple[int, float]]] = {}  # of slices, the seconds of reading others
         self.flops, self.seconds = self._costs()
 
     # ---- what is asked
@@ -116,13 +124,22 @@ class ResidualGraph:
                 if place >= start:
                     change[start] += self.sizes[value]
                     change[place + 1] -= self.sizes[value]
-        seconds = sum(self.seconds[value] for value in found.first)
+            elif value in self._carries:
+                start, end, size = self._carries[value]
+                change[start] += size
+                change[end + 1] -= size
+        seconds = sum(self._seconds_among(value, found.first) for value in found.first)
         return self.profile + np.cumsum(change)[:-1], seconds
 
-    def figures(self, value: int) -> tuple[int, float, float, float]:
-        """1, the bytes that wait for the backward part, and the operations and seconds of making a residual again."""
+    def _seconds_among(self, value: int, recomputed: Collection[int]) -> float:
+        """The seconds of making a residual again: kernels compute on the way what they would have read else."""
+        return self.seconds[value] - sum(size for source, size in self._read.get(value, ()) if source in recomputed)
+
+    def figures(self, value: int, recomputed: Collection[int]) -> tuple[int, float, float, float]:
+        """1, the bytes that wait for the backward part, and the operations and seconds of making a residual again,
+        among others."""
         waiting = sum(size for _, _, size in self._waiting.get(value, ()))
-        return 1, waiting, self.flops[value], self.seconds[value]
+        return 1, waiting, self.flops[value], self._seconds_among(value, recomputed)
 
     def fresh_sources(self, values: Iterable[int], recomputed: Collection[int]) -> set[int]:
         """The residuals that some are made of which nothing late reads otherwise, and theirs."""
@@ -147,6 +164,17 @@ class ResidualGraph:
                 if maker is not None and maker.index in forward and not is_fixed(maker):
                     sources = (value,) if value in made else self.sources.get(value, ())
                     found.append(_Use(value, sources, self._place[index]))
+        return [*found, *(_Use(v, (v,), self._place[stack.reader]) for v, stack in self.stacks.items())]
+
+    def _stacked_carries(self) -> dict[int, tuple[int, int, float]]:
+        """From when to when the carry of a scan is stacked where slices are made of it, and its bytes."""
+        found = dict[int, tuple[int, int, float]]()
+        for value, stack in self.stacks.items():
+            spans = self._spans.get(value, ())
+            for carry in self.sources[value]:
+                if carry < 0 and spans:
+                    size = self._size(-1 - carry) * stack.length(self.program)
+                    found[carry] = (min(start for start, _, _ in spans), max(end for _, end, _ in spans), size)
         return found
 
     def _last_early_reads(self) -> dict[int, int]:
@@ -200,6 +228,8 @@ class ResidualGraph:
         return self._place[self.program.makers[value].index]
 
     def _size(self, value: int) -> float:
+        if value in self.stacks:
+            return self._size(self.stacks[value].made)  # one slice
         stored = [size for _, _, size in self._spans.get(value, ())]
         layout = self._schedule.assignment.values.get(value)
         parts = self._schedule.problem.domain(value).parts
@@ -207,16 +237,54 @@ class ResidualGraph:
         return max([own, *stored])
 
     def _costs(self) -> tuple[dict[int, float], dict[int, float]]:
-        """The operations and the seconds of making each residual again from the residuals that it is made of."""
-        problem, prices = self._schedule.problem, time_prices(self._schedule.problem)
+        """The operations and the seconds of making each residual again from the residuals that it is made of.
+
+        What is sent for it is sent again."""
+        problem, prices, sending = self._schedule.problem, time_prices(self._schedule.problem), dict[int, float]()
+        for sent in self._schedule.collectives():
+            sending[sent.tensor.index] = sending.get(sent.tensor.index, 0.0) + sent_seconds(prices, sent)
         strategies, flops, seconds = self._schedule.assignment.strategies, dict[int, float](), dict[int, float]()
         for value in self.residuals:
-            operation = self.program.makers[value]
-            choices, strategy = problem.choices.get(operation.index), strategies.get(operation.index)
+            made, times = [self.program.makers[value]], 1
+            if value in self.stacks:
+                stack = self.stacks[value]
+                stays = {one.made for one in stacks(self.program).values()} - {stack.made}
+                made, times = chain(self.program, [stack.made], stays)[0], stack.length(self.program)
+            run = [(problem.choices[o.index], strategies[o.index]) for o in made if o.index in strategies]
+            if not any(_is_large_product(o) for o in made):
+                self.cheap.add(value)
             moved = self.sizes[value] + sum(self.sizes.get(source, 0.0) for source in self.sources[value])
-            flops[value] = 0.0 if choices is None or strategy is None else choices.flops / strategy.degree
-            seconds[value] = prices.work(flops[value], moved, self.program.values[value].dtype, 1)
+            flops[value] = times * sum(choices.flops / strategy.degree for choices, strategy in run)
+            seconds[value] = times * prices.work(flops[value] / times, moved, self.program.values[value].dtype, 1)
+            if value in self.stacks and not any(o.primitive.name in PRODUCTS for o in made):
+                rate = times / prices.hardware.memory_bytes_per_second
+                self._read[value] = [(s, rate * self.sizes[s]) for s in self.sources[value] if s in self.sizes]
+            moved_again = {v for o in made for v in (*o.read, *o.results)}.difference(self.sources[value])
+            seconds[value] += sum(sending.get(v, 0.0) for v in moved_again)
         return flops, seconds
+
+
+def _is_large_product(operation: Operation) -> bool:
+    """Whether an operation is a product without batch dimensions, or a convolution."""
+    if operation.primitive.name == PRODUCT:
+        return not operation.params["dimension_numbers"][1][0]
+    return operation.primitive.name in PRODUCTS
+
+
+def _late_stacks(program: Program) -> dict[int, Stack]:
+    """What a scan of the forward part stacks for one of the backward part, and can be made again there."""
+    forward, found = early(program), stacks(program)
+    return {v: found[v] for v in remakeable(program) if found[v].maker in forward and found[v].reader not in forward}
+
+
+def _slices(program: Program, stack: Stack) -> tuple[int, ...]:
+    """The stacks whose slices one is made of; a carry that is not stacked is its number, negated, less one."""
+    beside = {one.made: value for value, one in stacks(program).items() if one.reader == stack.reader}
+    scan = program.operations[stack.maker]
+    constants, carries = scan.params["num_consts"], scan.params["num_carry"]
+    entering = program.regions[scan.bodies[0]].inputs[constants : constants + carries]
+    _, leaves = chain(program, [stack.made], beside.keys() - {stack.made})
+    return tuple(beside.get(leaf, -1 - leaf) for leaf in leaves if leaf in beside or leaf in entering)
 
 
 def _worth_making_again(schedule: Schedule) -> tuple[int, ...]:

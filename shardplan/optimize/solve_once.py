@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -54,8 +54,9 @@ class Search:
     """The limits of a search: a method of ``shardplan.search``, seconds, and bytes per device.
 
     ``donated`` are positions of inputs whose memory the outputs take. ``excess``: per operation, by index, bytes that a
-    compiled program held there above its prediction. ``briefly`` gives up where the first searches find nothing within
-    the limit: the step may fit by other means than layouts.
+    compiled program held there above its prediction. With ``may_exceed`` the schedule without a limit is the result
+    where the first searches find nothing within it: the step may fit by other means than layouts. ``known`` are
+    schedules that the search begins from.
     """
 
     method: str
@@ -63,7 +64,8 @@ class Search:
     limit_bytes: float
     donated: frozenset[int]
     excess: Mapping[int, float] = field(default_factory=dict)
-    briefly: bool = False
+    may_exceed: bool = False
+    known: Sequence[FoundSchedule] = ()
 
 
 def solve_network(

@@ -64,7 +64,8 @@ def search_shortest_step(problem: Problem, search: Search, rebuild: Callable[[fl
         if left <= 0:
             break
         tried.append(_try(repriced, replace(search, seconds=left)))
-    chosen = min(tried, key=lambda one: one.value)
+    fitting = [one for one in tried if one.found.peak_bytes <= search.limit_bytes]
+    chosen = min(fitting or tried, key=lambda one: one.value)
     bound = max(one.found.solution.lower_bound for one in tried)
     solution = replace(chosen.found.solution, cost=chosen.value, lower_bound=min(bound, chosen.value))
     return replace(chosen.found, solution=solution)

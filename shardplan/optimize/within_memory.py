@@ -41,20 +41,27 @@ _Improve = Callable[[Task, FoundSchedule, State, float], Proposal]
 
 
 def search_within(problem: Problem, search: Search) -> FoundSchedule:
-    """The best schedule whose peak is within the limit. Raises InfeasibleError where no schedule fits."""
+    """The best schedule whose peak is within the limit, or where the search may exceed it, that without a limit.
+
+    Raises InfeasibleError where no schedule fits."""
     task = Task(problem, search, Clock(time.perf_counter() + search.seconds), search.limit_bytes)
     begun, solution = _without_limit(task)
     if solution.status == "infeasible":
         said = "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         raise InfeasibleError(said)
     free = task.count(solution)  # also after the time limit
-    if free.peak_bytes <= task.limit:
+    state = State(free, task.limit).take(free)
+    for known in search.known:
+        state = state.take(known)
+    if free.peak_bytes <= task.limit and state.best is not None:
+        return state.best
+    if search.may_exceed and float(free.lifetimes.least().max()) > CLEARLY_ABOVE_RATIO * task.limit:
         return free
-    if search.briefly and float(free.lifetimes.least().max()) > CLEARLY_ABOVE_RATIO * task.limit:
-        raise infeasible_error(task, State(free, task.limit).take(free))
     task = replace(task, budget=budget_of(problem, solution), begun=solution.choices if begun is None else begun)
-    state, rows = run_stages(task, State(free, task.limit).take(free))
+    state, rows = run_stages(task, state)
     if (best := state.best) is None:
+        if search.may_exceed:
+            return free
         raise infeasible_error(task, state)
     lower = min(free.solution.lower_bound, best.solution.cost)
     return replace(best, solution=replace(best.solution, lower_bound=lower), stages=rows)
@@ -82,7 +89,7 @@ def run_stages(task: Task, state: State) -> tuple[State, tuple[Mapping[str, floa
     """The state after all stages, and a row for each."""
     rows = list[Mapping[str, float | str]]()
     for name, stage in STAGES:
-        if task.search.briefly and stage is lowest_peak and state.best is None:
+        if task.search.may_exceed and stage is lowest_peak and state.best is None:
             break
         with suppress(TimeLimitReached):  # the state found by then is kept
             for after in stage(task, state):

@@ -8,7 +8,6 @@ for each.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,19 +21,22 @@ from shardplan.layout.layout import axes_of
 from shardplan.layout.mesh import GivenMesh, axes_across_hosts, hosts_by_devices, mesh_axes, shapes_of, with_auto_axes
 from shardplan.layout.objectives import OBJECTIVES
 from shardplan.options import Options
+from shardplan.plans.blocks_by_hand import blocks_by_hand, rows_of
 from shardplan.plans.cache import default_cache, key_of
 from shardplan.plans.cache_entry import kept_entry, restored
 from shardplan.plans.extra_figures import with_reports
 from shardplan.plans.feedback import target_of, verified
+from shardplan.plans.fitting import Fitting
 from shardplan.plans.pipeline import (
     DEFAULT_HARDWARE,
     build_problem,
+    memory_limit_of,
     plan_problem,
     remarks_on_layouts,
     remarks_on_operations,
 )
 from shardplan.plans.plan_data import PlanData
-from shardplan.plans.recomputed_plan import plan_recomputing, plan_to_fit
+from shardplan.plans.stopwatch import Stopwatch
 from shardplan.problem.cost_network import Problem
 from shardplan.program.program import Program
 from shardplan.search import solve
@@ -58,9 +60,7 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
         spent = {"build": time.perf_counter() - started, "search": 0.0}
         plan = replace(plan, statistics={**plan.statistics, "cached": True, "seconds": spent})
     else:
-        plan = plan_to_fit(program, meshes[0], options) if len(meshes) == 1 else _best(program, meshes, options)
-        plan = verified(plan, options, partial(_plan_with_excess, program, plan.mesh))
-        plan = with_reports(plan, program, options)
+        plan = _made(program, meshes, options)
         on_operations = on_layouts = True
     said = (
         remarks_on_operations(plan.schedule) if on_operations else [],
@@ -72,6 +72,22 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
         warn(remark)
     seconds = {"trace": traced_seconds, **plan.statistics["seconds"]}
     return replace(plan, statistics={**plan.statistics, "seconds": seconds})
+
+
+def _made(program: Program, meshes: list[Mesh | AbstractMesh], options: Options) -> PlanData:
+    """The plan of a program, in the blocks that are asked for, with all its evidence."""
+    asked = blocks_by_hand(program, options.blocks or {}, mesh_axes(meshes[0]).device_count)
+    own = asked[-1].program if asked else program
+    fitting = Fitting(own, meshes[0])
+    plan = fitting.plan(options) if len(meshes) == 1 else _best(own, meshes, options)
+    fitting = fitting if plan.mesh is meshes[0] else Fitting(own, plan.mesh)
+    plan = with_reports(verified(plan, options, fitting.plan), own, options)
+    if not asked:
+        return plan
+    before = (program, *(one.program for one in asked[:-1]))
+    rows = [row for was, one in zip(before, asked, strict=True) for row in rows_of(was, one)]
+    statistics = {**plan.statistics, "blocks": [*rows, *plan.statistics.get("blocks", ())]}
+    return replace(plan, recipe=replace(plan.recipe, fingerprint=program.fingerprint()), statistics=statistics)
 
 
 def _meshes(mesh: GivenMesh, options: Options) -> list[Mesh | AbstractMesh]:
@@ -96,13 +112,6 @@ def _with_hosts(mesh: GivenMesh, options: Options) -> Options:
     return replace(options, hardware=replace(profile, axes={**links, **profile.axes}))
 
 
-def _plan_with_excess(
-    program: Program, mesh: Mesh | AbstractMesh, options: Options, excess: Mapping[int, float]
-) -> PlanData:
-    """Plans the program once more over one mesh, with excess bytes per operation."""
-    return plan_to_fit(program, mesh, options, excess)
-
-
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     mesh: Mesh | AbstractMesh
@@ -117,8 +126,9 @@ def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options)
     allowed = _FIRST_TIME_SHARE * options.time_limit / len(meshes)
     candidates = sorted((_first_search(program, mesh, options, allowed) for mesh in meshes), key=lambda c: c.cost)
     best: PlanData | None = None
+    exceeding: PlanData | None = None
     failure: InfeasibleError | None = None
-    rows = []
+    limit, rows = memory_limit_of(options), []
     for candidate in candidates:
         row: dict[str, Any] = {"mesh": _sizes(candidate.mesh), "lower_bound": candidate.lower_bound, "objective": None}
         rows.append(row)
@@ -127,18 +137,24 @@ def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options)
         try:
             rebuild = partial(build_problem, program, candidate.mesh, options)
             problem, own, spent = candidate.problem, candidate.mesh, candidate.seconds
-            plan = plan_problem(problem, own, options, spent, rebuild=rebuild, may_recompute=True)
+            plan = plan_problem(problem, own, options, spent, rebuild=rebuild, may_exceed=bool(options.fit))
         except InfeasibleError as error:
             failure = failure or error
+            row["lower_bound"] = np.inf
+            continue
+        if plan.peak_bytes > limit:
+            exceeding = exceeding or plan
             row["lower_bound"] = np.inf
             continue
         row |= {"objective": plan.objective, "lower_bound": plan.lower_bound, "sent": plan.communication_bytes}
         if best is None or plan.objective < best.objective:
             best = plan
+    if best is None and exceeding is not None:
+        fitting = Fitting(program, exceeding.mesh)
+        fitting.take(exceeding, limit)
+        best = fitting.by_other_means(options, Stopwatch(options.time_limit))
     if best is None:
-        if failure is None:
-            raise InfeasibleError("no mesh was planned within the time limit")
-        best = plan_recomputing(program, candidates[0].mesh, options, failure)
+        raise failure or InfeasibleError("no mesh was planned within the time limit")
     return replace(best, statistics={**best.statistics, "meshes": rows})
 
 

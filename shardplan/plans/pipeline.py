@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -22,19 +23,21 @@ from shardplan.layout.mesh import mesh_axes
 from shardplan.layout.objectives import OBJECTIVES
 from shardplan.optimize.repeated_work import repeated_work
 from shardplan.optimize.searches import SEARCHES
-from shardplan.optimize.solve_once import Search
+from shardplan.optimize.solve_once import FoundSchedule, Search
 from shardplan.optimize.step_time_objective import LEAST_SHARE
 from shardplan.options import Options, as_positions
+from shardplan.plans.blocks_by_hand import blocks_by_hand
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.hard_layouts import hard_layouts, named_orders, undivided
 from shardplan.problem.host_memory import host_bytes
 from shardplan.problem.schedule import Schedule
+from shardplan.problem.shared_tables import SharedTables
 from shardplan.problem.uneven_sizes import padded_sizes
+from shardplan.program.blocks import in_blocks
 from shardplan.program.program import Operation, Program
-from shardplan.program.recompute import recomputing
+from shardplan.program.recompute import recomputable, recomputing
 from shardplan.program.regions.region import region_of
-from shardplan.program.residuals import residuals
 from shardplan.timing.step_time import timing_of
 
 DEFAULT_HARDWARE = "h100"
@@ -50,19 +53,22 @@ def build_problem(
     options: Options,
     share: float = LEAST_SHARE,
     traffic: Mapping[int, int] | None = None,
+    like: Problem | None = None,
 ) -> Problem:
     """The problem of a program over a mesh.
 
     For the objective "time" it is priced at a share (`shardplan.optimize.step_time_objective`). For "bytes" it includes
-    the given memory traffic of repeated work (`shardplan.optimize.repeated_work`)."""
+    the given memory traffic of repeated work (`shardplan.optimize.repeated_work`). What it has in common with a problem
+    ``like`` it, of the same options, is not derived again."""
     axes = mesh_axes(mesh)
     program = program.on(axes.device_count)
     objective = OBJECTIVES[options.objective]
     hardware = load(options.hardware or DEFAULT_HARDWARE)
     prices = objective(hardware, axes, share if objective.counts_time else None)
     space = _layout_space(program, axes, options.pins)
-    hard = hard_layouts(program, space, options.pins).layouts
-    problem = Problem(program, space, prices, hard, options.reduce_dtype, options.islands)
+    shared = SharedTables(space, prices, options.reduce_dtype, options.islands)
+    shared = shared if like is None else shared.like(like.shared)
+    problem = Problem(program, shared, hard_layouts(program, shared.space, options.pins).layouts)
     problem.traffic = timing_of(problem).memory_bytes if objective.counts_time else traffic or {}
     return problem
 
@@ -74,30 +80,25 @@ def plan_program(
     prepare: Callable[[Problem], None] | None = None,
     method: str = "auto",
     excess: Mapping[int, float] = MappingProxyType({}),
-    recomputed: frozenset[int] | None = None,
-    may_recompute: bool = False,
+    may_exceed: bool = False,
 ) -> PlanData:
     """Plans a traced program over one mesh by a method of ``shardplan.search``. ``prepare`` may exclude choices.
 
-    ``excess``: per operation, by index, bytes that a compiled program held there above its prediction.
-    ``recomputed``: the values that are computed again, None for the program as it is.
-    ``may_recompute``: the options allow more than layouts, so a search that finds no layout gives up early."""
+    ``excess``: per operation, by index, bytes that a compiled program held there above its prediction. With
+    ``may_exceed`` the plan without a limit is the result where the first searches find no layout within the limit."""
     started = time.perf_counter()
-    changed = program if recomputed is None else recomputing(program, recomputed)
 
-    def build(share: float = LEAST_SHARE, traffic: Mapping[int, int] | None = None) -> Problem:
-        problem = build_problem(changed, mesh, options, share, traffic)
+    def build(
+        share: float = LEAST_SHARE, traffic: Mapping[int, int] | None = None, like: Problem | None = None
+    ) -> Problem:
+        problem = build_problem(program, mesh, options, share, traffic, like)
         if prepare is not None:
             prepare(problem)
         return problem
 
     problem = build()
-    spent = time.perf_counter() - started
-    found = plan_problem(problem, mesh, options, spent, method, build, excess, may_recompute)
-    if recomputed is None:
-        return found
-    recipe = replace(found.recipe, fingerprint=program.fingerprint(), recomputed=tuple(sorted(recomputed)))
-    return replace(found, recipe=recipe)
+    spent, again = time.perf_counter() - started, partial(build, like=problem)
+    return plan_problem(problem, mesh, options, spent, method, again, excess, may_exceed)
 
 
 def plan_problem(
@@ -108,37 +109,44 @@ def plan_problem(
     method: str = "auto",
     rebuild: Callable[..., Problem] | None = None,
     excess: Mapping[int, float] = MappingProxyType({}),
-    may_recompute: bool = False,
+    may_exceed: bool = False,
 ) -> PlanData:
     """Plans a problem over its mesh.
 
     ``spent_seconds`` is the time spent on it before. ``rebuild`` prices it at a share, or with the memory traffic of
-    repeated work. ``excess`` and ``may_recompute`` as for `plan_program`."""
+    repeated work. ``excess`` and ``may_exceed`` as for `plan_program`."""
     started = time.perf_counter()
     set_stage("stating the choices")
-    program, variables = problem.program, len(problem.network)  # the network is built here
+    variables = len(problem.network)  # the network is built here
     built = time.perf_counter()
     set_stage(f"searching {variables:,} choices")
-    donated = donated_places(options)
     limit = memory_limit_of(options)
-    _check_arguments(problem, limit)
-    leaves, more = donated_leaves(program, donated), bool(options.fit) and may_recompute
-    search = Search(method, options.time_limit, limit, leaves, excess=excess, briefly=more)
+    check_arguments(problem, limit)
+    leaves = donated_leaves(problem.program, donated_places(options))
+    search = Search(method, options.time_limit, limit, leaves, excess, may_exceed)
     found = SEARCHES[options.objective](problem, search, rebuild)
-    solution, schedule = found.solution, found.schedule
-    schedule.problem.network.derived.clear()  # tables of the search, which the plan would keep in memory
-    solved = time.perf_counter()
+    seconds = {"build": spent_seconds + built - started, "search": time.perf_counter() - built}
+    return plan_of(found, mesh, options, seconds)
+
+
+def plan_of(
+    found: FoundSchedule, mesh: Mesh | AbstractMesh, options: Options, seconds: Mapping[str, float]
+) -> PlanData:
+    """The plan of a schedule that a search has found in so many seconds, with its evidence."""
+    solution, schedule, problem = found.solution, found.schedule, found.schedule.problem
+    problem.network.derived.clear()  # tables of the search, which the plan would keep in memory
+    donated, program = donated_places(options), problem.program
     statistics = {
         "operations": len(program.operations),
         "values": len(program.values),
-        "variables": variables,
+        "variables": len(problem.network),
         "status": solution.status,
         "cached": False,
-        "traffic": bool(found.schedule.problem.traffic),
+        "traffic": bool(problem.traffic),
         "stages": [dict(row) for row in found.stages],
         "repeated": repeated_work(schedule),
         "search_processor_seconds": solution.processor_seconds,
-        "seconds": {"build": spent_seconds + built - started, "search": solved - built},
+        "seconds": dict(seconds),
     }
     return PlanData(
         mesh=mesh,
@@ -151,7 +159,7 @@ def plan_problem(
         recipe=Recipe(options, tuple(map(int, solution.choices)), problem.variables.digest()),
         built=schedule,
         donated=donated,
-        host_bytes=host_bytes(schedule, search.donated),
+        host_bytes=host_bytes(schedule, donated_leaves(program, donated)),
     )
 
 
@@ -172,16 +180,28 @@ def rebuild(plan: Made, program: Program) -> Made:
     raise PlanMismatchError("the plan was made by another version of shardplan, with other prices: plan again")
 
 
-def rewritten(program: Program, recipe: Recipe) -> Program:
-    """The program that a recipe plans, which may make some values again.
+def rewritten(program: Program, recipe: Recipe, mesh: Mesh | AbstractMesh) -> Program:
+    """The program that a recipe plans, which may make some values again and run in blocks.
 
     Raises PlanMismatchError where it has no such values.
     """
-    if recipe.recomputed is None:
-        return program
-    if not {*recipe.recomputed} <= {*residuals(program)}:
-        raise PlanMismatchError("the plan computes other values again than the program has: plan anew")
-    return recomputing(program, frozenset(recipe.recomputed))
+    program = asked_for(program, recipe.options, mesh)
+    if recipe.recomputed is not None:
+        if not {*recipe.recomputed} <= recomputable(program):
+            raise PlanMismatchError("the plan computes other values again than the program has: plan again")
+        program = recomputing(program, frozenset(recipe.recomputed))
+    for blocks in recipe.blocks:
+        known = all(0 <= v < len(program.values) and 0 <= d < len(program.values[v].shape) for v, d in blocks.seeds)
+        if not known or len(blocks.counts) != len(blocks.seeds) or min(blocks.counts, default=0) < 2:
+            raise PlanMismatchError("the plan runs other blocks than the program has: plan again")
+        program = in_blocks(program, blocks).program
+    return program
+
+
+def asked_for(program: Program, options: Options, mesh: Mesh | AbstractMesh) -> Program:
+    """The program in the blocks that the user asks for."""
+    found = blocks_by_hand(program, options.blocks or {}, mesh_axes(mesh).device_count)
+    return found[-1].program if found else program
 
 
 def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> Schedule:
@@ -189,7 +209,7 @@ def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> 
 
     Raises PlanMismatchError if this version builds another problem of it.
     """
-    problem = build_problem(rewritten(program, recipe), mesh, recipe.options)
+    problem = build_problem(rewritten(program, recipe, mesh), mesh, recipe.options)
     if problem.variables.digest() != recipe.network:
         raise PlanMismatchError(
             "the plan was made by another version of shardplan, with other numbers of layouts: plan again"
@@ -237,7 +257,7 @@ def memory_limit_of(options: Options) -> float:
     return options.memory_limit or memory_bytes * (1 - RESERVED_MEMORY)
 
 
-def _check_arguments(problem: Problem, limit: float) -> None:
+def check_arguments(problem: Problem, limit: float) -> None:
     """Raises InfeasibleError if the arguments alone exceed the limit, split as far as the mesh allows."""
     program = problem.program
     sizes = [program.values[index].total_bytes / problem.domain(index).degrees.max() for index in program.inputs]

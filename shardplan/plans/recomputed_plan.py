@@ -1,140 +1,224 @@
-"""Plans that compute again what they have no memory for.
+"""Plans of a program that computes some of its residuals again.
 
-Layouts come first: a step that some layout fits is planned as ever. Else residuals are chosen to be recomputed by what
-the schedule without a limit holds, the rewritten program is planned, and its own peak says how far off the choice was.
+The plan without a limit says what the program holds over time. Residuals are chosen by that, and the rewritten program
+keeps the layouts of that plan: its own peak says how far off the choice was, and it is counted in the time of a
+fraction of a search. One of the rewritten programs is searched for better layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from types import MappingProxyType
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
-from jax.sharding import AbstractMesh, Mesh
+import numpy as np
 
 from shardplan import _jax
 from shardplan.common.progress import set_stage
-from shardplan.common.tables import size_text
 from shardplan.errors import InfeasibleError
 from shardplan.memory import lifetimes_of
+from shardplan.optimize.carried_over import carried_over
 from shardplan.optimize.choose_recomputed import choose_recomputed
 from shardplan.optimize.residual_graph import ResidualGraph
+from shardplan.optimize.solve_once import ACCEPTABLE_GAP, Choices, FoundSchedule, Search
+from shardplan.optimize.step_time_objective import LEAST_SHARE
+from shardplan.optimize.within_memory import search_within
 from shardplan.options import Options
-from shardplan.plans.pipeline import donated_leaves, memory_limit_of, plan_program
+from shardplan.plans.pipeline import build_problem, donated_leaves, plan_of
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.report import glob_of
+from shardplan.plans.stopwatch import Stopwatch
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.schedule import Schedule
 from shardplan.program.program import Program
+from shardplan.program.recompute import origins, recomputing
+from shardplan.search import Solution, descents
+from shardplan.timing.step_time import memory_traffic, step_time
 
-_MOST_PLANS = 4
-"""Plans of rewritten programs. Each aims at what the one before has missed."""
+_MOST_CHOICES = 6
+"""Choices of what is recomputed for one limit. Each aims at what the one before has missed."""
 
-_MOST_CHOICES = 10
-"""Choices of what is recomputed, of which some are known by then."""
+_LEAST_CHOICES = 3
+"""As many are made where none before has kept within the limit, also after the time limit."""
 
 _NEAR = 0.97
 """The share of the limit from which on a plan that fits is not looked for with less recomputed."""
 
-_NO_LIMIT = 1e30
-_NONE: Mapping[int, float] = MappingProxyType({})
+_LEAST_SECONDS = 0.05
+"""Of the search of layouts for a program that has not fitted by the time limit: it finds the least peak."""
+
+_SUMS = ("count", "bytes", "flops", "seconds")
+"""What a plan says of the values that it computes again."""
 
 
-def plan_to_fit(
-    program: Program, mesh: Mesh | AbstractMesh, options: Options, excess: Mapping[int, float] = _NONE
-) -> PlanData:
-    """The plan of a program, which recomputes values where no layout fits and the options allow it.
+@dataclass(frozen=True, slots=True)
+class _Rewritten:
+    """A program that recomputes the chosen residuals, with a schedule; ``seconds``: of what that adds, and of what is
+    sent."""
 
-    Raises InfeasibleError where nothing fits.
-    """
-    try:
-        return plan_program(program, mesh, options, excess=excess, may_recompute=True)
-    except InfeasibleError as refused:
-        return plan_recomputing(program, mesh, options, refused)
+    chosen: frozenset[int]
+    found: FoundSchedule
+    seconds: float = 0.0
 
-
-def plan_recomputing(
-    program: Program, mesh: Mesh | AbstractMesh, options: Options, refused: InfeasibleError
-) -> PlanData:
-    """The plan with the least work added that fits, where no layout did.
-
-    Raises what was refused where the options do not allow it, or the state alone does not fit.
-    """
-    if "recompute" not in options.fit or refused.lower_bound is None:
-        raise refused
-    tries = _Tries(program, mesh, options)
-    tries.search()
-    return tries.reported(tries.best or tries.within_limit(refused), refused.lower_bound)
+    @property
+    def peak_bytes(self) -> float:
+        return self.found.peak_bytes
 
 
-class _Tries:
-    """Plans of the rewritten program, of which the best one fits and adds the least work."""
+class RecomputedPlans:
+    """Plans of one program that computes residuals again, for one limit after another.
 
-    def __init__(self, program: Program, mesh: Mesh | AbstractMesh, options: Options) -> None:
-        self._program, self._mesh, self._options = program, mesh, options
-        self._limit = memory_limit_of(options)
-        self.best: PlanData | None = None
-        self.leanest = self._plan(frozenset(), _NO_LIMIT)  # nothing is recomputed, gradients are released
-        lifetimes = lifetimes_of(self.leanest.schedule, donated_leaves(program, self.leanest.donated))
-        self._graph = ResidualGraph(self.leanest.schedule, lifetimes)
-        self._take(self.leanest)
+    ``free`` is the plan of the program without a limit."""
 
-    def search(self) -> None:
-        """Plans with what is chosen for the limit, then with what is chosen for as much less or more as was missed."""
-        target, planned = self._limit, {frozenset[int]()}
-        for _ in range(_MOST_CHOICES):
-            chosen = choose_recomputed(self._graph, target)
-            if chosen not in planned:
-                planned.add(chosen)
-                set_stage(f"planning with {len(chosen)} values recomputed")
-                plan = self._plan(chosen, _NO_LIMIT)
-                self._take(plan)
-                target += self._limit - plan.peak_bytes
-                if len(planned) > _MOST_PLANS or _NEAR * self._limit <= plan.peak_bytes <= self._limit:
-                    return
-            elif self.best is not None:
-                return
-            else:
-                target *= _NEAR
+    def __init__(self, program: Program, free: PlanData, options: Options, watch: Stopwatch) -> None:
+        self._program, self._free, self._options, self._mesh = program, free, options, free.mesh
+        self._donated = donated_leaves(program, free.donated)
+        self._tried: dict[frozenset[int], _Rewritten] = {}
+        released = self._stated(frozenset(), watch)  # nothing is recomputed, gradients are released
+        self._graph = ResidualGraph(released.schedule, released.lifetimes)
+        self._tried[frozenset()] = self._priced(frozenset(), released)
 
-    def within_limit(self, refused: InfeasibleError) -> PlanData:
-        """The leanest program with layouts that hold less. Raises InfeasibleError with the least peak of all."""
-        recomputed = frozenset(self.leanest.recipe.recomputed or ())
+    def within(self, limit: float, watch: Stopwatch) -> PlanData:
+        """The plan within a limit that adds the least work. Raises InfeasibleError where none is found."""
+        best = self._best_for(limit, watch)
+        if best is not None:
+            return self._reported(self._improved(best, limit, watch), watch)
+        leanest = min(self._tried.values(), key=lambda one: one.peak_bytes)
         try:
-            return self._plan(recomputed, self._limit)
+            return self._reported(self._searched(leanest, limit, watch), watch)
         except InfeasibleError as error:
-            least = min(error.least_peak_bytes, self.leanest.peak_bytes, refused.least_peak_bytes)
-            said = f"With {len(recomputed)} values recomputed, as many as save memory, it is {size_text(least)}."
+            least = min(error.least_peak_bytes, leanest.peak_bytes)
+            said = f"That is with {len(leanest.chosen)} values computed again, as many as save memory."
             raise InfeasibleError(f"{error} {said}", least) from None
 
-    def reported(self, plan: PlanData, lower_bound: float) -> PlanData:
-        """A plan with the user's options, the bound of the program as it was, and what it recomputes."""
-        statistics = {**plan.statistics, "recomputed": self._rows(plan.recipe.recomputed or ())}
-        recipe = replace(plan.recipe, options=self._options)
-        return replace(plan, recipe=recipe, statistics=statistics, lower_bound=min(lower_bound, plan.objective))
+    def leanest(self, watch: Stopwatch) -> PlanData:
+        """The plan with the least peak of those that were tried."""
+        return self._reported(min(self._tried.values(), key=lambda one: one.peak_bytes), watch)
 
-    def _plan(self, chosen: frozenset[int], limit: float) -> PlanData:
-        options = replace(self._options, memory_limit=limit)
-        return plan_program(self._program, self._mesh, options, recomputed=chosen)
+    # ---- what is recomputed
 
-    def _take(self, plan: PlanData) -> None:
-        self.leanest = min(self.leanest, plan, key=lambda one: one.peak_bytes)
-        if plan.peak_bytes <= self._limit and (self.best is None or self._seconds(plan) < self._seconds(self.best)):
-            self.best = plan
+    def _best_for(self, limit: float, watch: Stopwatch) -> _Rewritten | None:
+        """The best program that fits: what is chosen for the limit, then for as much less or more as was missed."""
+        target, seen, missed = limit, [frozenset[int]()], np.inf
+        for number in range(_MOST_CHOICES):
+            best = self._best_of(seen, limit)
+            if watch.left <= 0 and (best is not None or number >= _LEAST_CHOICES):
+                break
+            chosen = choose_recomputed(self._graph, target)
+            if chosen in seen:
+                if best is not None:
+                    break
+                target *= _NEAR
+                continue
+            found = self._rewritten(chosen, watch)
+            seen.append(chosen)
+            excess = found.peak_bytes - limit
+            if excess > 0 and (best is not None or self._graph.estimate(chosen)[0].max() > target):
+                break  # it was nearer before, or no more is found to choose
+            if excess <= 0 and (missed < np.inf or found.peak_bytes >= _NEAR * limit):
+                break
+            if excess > missed / 2:  # the estimate is off by more than it says: half-way to the most
+                most = self._graph.estimate(choose_recomputed(self._graph, 0.0))[0].max()
+                target = (target + most) / 2
+            else:
+                target -= excess
+            missed = excess if excess > 0 else missed
+        if self._best_of(seen, limit) is None:  # as many as save memory
+            seen.append(choose_recomputed(self._graph, 0.0))
+            self._rewritten(seen[-1], watch)
+        return self._best_of(seen, limit)
 
-    def _seconds(self, plan: PlanData) -> float:
-        """The seconds of what is made again, and of what is sent, alone."""
-        link = plan.schedule.problem.prices.hardware.intra_host
-        return self._graph.estimate(plan.recipe.recomputed or ())[1] + plan.communication_bytes / link.bytes_per_second
+    def _best_of(self, chosen: Collection[frozenset[int]], limit: float) -> _Rewritten | None:
+        fitting = [one for one in map(self._tried.__getitem__, chosen) if one.peak_bytes <= limit]
+        return min(fitting, key=lambda one: one.seconds, default=None)
+
+    # ---- schedules of what is chosen
+
+    def _rewritten(self, chosen: frozenset[int], watch: Stopwatch) -> _Rewritten:
+        """The program with what is chosen recomputed, in the layouts of the plan without a limit."""
+        if chosen not in self._tried:
+            set_stage(f"planning with {len(chosen)} values recomputed")
+            self._tried[chosen] = self._priced(chosen, self._stated(chosen, watch))
+        return self._tried[chosen]
+
+    def _stated(self, chosen: frozenset[int], watch: Stopwatch) -> FoundSchedule:
+        with watch.states():
+            free = self._free.schedule.problem
+            share = LEAST_SHARE if free.prices.share is None else free.prices.share
+            rewritten = recomputing(self._program, chosen)
+            problem = build_problem(rewritten, self._mesh, self._options, share, like=free)
+            if free.traffic and not problem.traffic:
+                problem.traffic = memory_traffic(problem)
+        return self._counted(problem, carried_over(self._free.schedule, problem, origins(self._program, chosen)))
+
+    def _counted(self, problem: Problem, choices: Choices) -> FoundSchedule:
+        """Some choices with their peak; their cost is not known yet."""
+        schedule = Schedule(problem, problem.decode(choices))
+        lifetimes = lifetimes_of(schedule, self._donated)
+        peak = float(lifetimes.profile(choices).max())
+        return FoundSchedule(schedule, Solution(choices, np.inf, -np.inf, "feasible", "auto"), peak, lifetimes)
+
+    def _priced(self, chosen: frozenset[int], found: FoundSchedule) -> _Rewritten:
+        link = found.schedule.problem.prices.hardware.intra_host
+        sent = sum(one.bytes * one.times for one in found.schedule.collectives())
+        return _Rewritten(chosen, found, self._graph.estimate(chosen)[1] + sent / link.bytes_per_second)
+
+    # ---- better layouts
+
+    def _improved(self, begun: _Rewritten, limit: float, watch: Stopwatch) -> _Rewritten:
+        """With layouts that cost less within the limit, where the time allows a search."""
+        with watch.states():
+            cost = begun.found.schedule.problem.network.cost(begun.found.solution.choices)
+        if watch.left <= 0 or cost <= (1 + ACCEPTABLE_GAP) * self._free.lower_bound:
+            return begun
+        return self._searched(begun, limit, watch)
+
+    def _searched(self, begun: _Rewritten, limit: float, watch: Stopwatch) -> _Rewritten:
+        """The result of a search within the limit. Raises InfeasibleError where nothing is found."""
+        problem, choices = begun.found.schedule.problem, begun.found.solution.choices.copy()
+        with watch.states():
+            network = problem.network
+        set_stage(f"searching {len(network):,} choices")
+        known = [begun.found]
+        for step in descents(network, choices):
+            choices[[*step.choices]] = [*step.choices.values()]
+        if (choices != begun.found.solution.choices).any():
+            known.append(self._counted(problem, choices))
+        known = [_with_cost(one) for one in known]
+        seconds = max(watch.left, _LEAST_SECONDS)
+        found = search_within(problem, Search("auto", seconds, limit, self._donated, known=known))
+        return self._priced(begun.chosen, found)
+
+    # ---- what the plan says
+
+    def _reported(self, chosen: _Rewritten, watch: Stopwatch) -> PlanData:
+        """The plan with the bound of the program as it was, and what it recomputes."""
+        found, free = _with_cost(chosen.found), self._free
+        if found.schedule.problem.prices.counts_time:
+            solution = replace(found.solution, cost=step_time(found.schedule).seconds)
+            found = replace(found, solution=solution)
+        bound = min(free.lower_bound, found.solution.cost)
+        found = replace(found, solution=replace(found.solution, lower_bound=bound))
+        seconds = {"build": watch.stating, "search": watch.spent}
+        plan = plan_of(found, self._mesh, self._options, seconds)
+        recomputed, rewritten = tuple(sorted(chosen.chosen)), recomputing(self._program, chosen.chosen)
+        if len(rewritten.operations) == len(self._program.operations):  # there is nothing to release either
+            return plan
+        recipe = replace(plan.recipe, fingerprint=self._program.fingerprint(), recomputed=recomputed)
+        return replace(plan, recipe=recipe, statistics={**plan.statistics, "recomputed": self._rows(recomputed)})
 
     def _rows(self, recomputed: Collection[int]) -> list[dict[str, object]]:
         """What is recomputed by module and primitive: bytes of a device that wait no longer, and work that is added."""
         rows: dict[tuple[str, str], dict[str, float]] = {}
         for value in recomputed:
-            maker = self._program.makers[value]
+            stack = self._graph.stacks.get(value)
+            maker = self._program.makers[value if stack is None else stack.made]
             place = glob_of("/".join(["", *_jax.module_path(maker.equation).split("/")])).lstrip("/")
             row = rows.setdefault((place or maker.source, maker.primitive.name), dict.fromkeys(_SUMS, 0.0))
-            for name, amount in zip(_SUMS, self._graph.figures(value), strict=True):
+            for name, amount in zip(_SUMS, self._graph.figures(value, recomputed), strict=True):
                 row[name] += amount
         return [{"module": m, "made_by": p, **row, "count": int(row["count"])} for (m, p), row in rows.items()]
 
 
-_SUMS = ("count", "bytes", "flops", "seconds")
+def _with_cost(found: FoundSchedule) -> FoundSchedule:
+    cost = found.schedule.problem.network.cost(found.solution.choices)
+    return replace(found, solution=replace(found.solution, cost=cost))

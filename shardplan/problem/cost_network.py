@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +28,7 @@ from shardplan.problem.deferred_sums import DeferredSums
 from shardplan.problem.loop_carry_sums import initial_prices
 from shardplan.problem.maxima import compared_as_integers, compared_dtype
 from shardplan.problem.operation_collectives import called_steps, halo_steps
-from shardplan.problem.strategies import StrategyMaker
+from shardplan.problem.shared_tables import SharedTables
 from shardplan.problem.strategy import Choices, Strategy, barrier_strategy, passing_on, with_deferred
 from shardplan.problem.sum_dtypes import deferred_dtype, reduction_dtype
 from shardplan.problem.variables import Numbering, generated_values
@@ -54,40 +54,33 @@ class Assignment:
 class Problem:
     """The cost network of a program, and the conversion of its solutions to layouts.
 
-    ``fixed`` gives hard layouts of values: a tuple with one entry per dimension, None for a free one. ``reduce_dtype``
-    is the element type of reductions of contractions, None for their own type. Without ``islands`` every reduction is
-    left to XLA, and priced as XLA does it.
+    ``shared`` has the layouts, the prices, and what is derived of them. ``fixed`` gives hard layouts of values: a tuple
+    with one entry per dimension, None for a free one.
     """
 
     def __init__(
-        self,
-        program: Program,
-        space: LayoutSpace,
-        prices: Prices,
-        fixed: Mapping[int, tuple[tuple[int, ...] | None, ...]],
-        reduce_dtype: Any = None,
-        islands: bool = True,
+        self, program: Program, shared: SharedTables, fixed: Mapping[int, tuple[tuple[int, ...] | None, ...]]
     ) -> None:
-        self.program = program
-        self.space = space
-        self.prices = prices
-        self.transitions = Transitions(space, prices)
-        self._overlapped = Transitions(space, replace(prices, hidden=True))
-        self._through_device = Transitions(space, replace(prices, through_device=True))
+        self.program, self.shared = program, shared
+        self.space: LayoutSpace = shared.space
+        self.prices: Prices = shared.prices
+        self.transitions = shared.transitions
         self.memo: dict[Any, Any] = {}  # memoised results, see `shardplan.memoize`
         self.choices: dict[int, Choices] = {}
         self.links: dict[int, Links] = {}
         self.unknown: dict[str, list[Operation]] = {}
         self.timing: Timing | None = None
         self.traffic: Mapping[int, int] = {}  # where its bytes count
-        self.reduce_dtype, self.islands = reduce_dtype, islands
+        self.reduce_dtype, self.islands = shared.reduce_dtype, shared.islands
         self._fixed = fixed
         self._barriers: set[int] = set()
-        self._maker = StrategyMaker(space)
-        self._tables: dict[Any, np.ndarray] = {}
+        self._tables = shared.tables
         self._derive_choices()
+        shared.kept += self.choices.values()
         self.generated = generated_values(program, self.choices, fixed)
-        whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum partial
+        whole = (
+            fixed if self.islands else dict.fromkeys(range(len(program.values)))
+        )  # only islands can leave a sum partial
         self.deferred = DeferredSums(program, self.choices, self.links, whole)
         self.sent_bytes = sent_bytes(program)
         self._pass_on_deferred()
@@ -128,15 +121,15 @@ class Problem:
                 self.links[operation.index] = links_of(self.program, operation)
             elif operation.primitive is _jax.optimization_barrier:
                 self._barriers.add(operation.index)
-            elif (given := self._maker.region_choices(self.program, operation)) is not None:
+            elif (given := self.shared.maker.region_choices(self.program, operation)) is not None:
                 self.choices[operation.index] = given
             else:
-                rule, self.choices[operation.index] = self._maker.choices(self.program, operation)
+                rule, self.choices[operation.index] = self.shared.maker.choices(self.program, operation)
                 if not rule.known:
                     self.unknown.setdefault(operation.primitive.name, []).append(operation)
 
     def _pass_on_deferred(self) -> None:
-        made: dict[Any, Choices] = {}
+        made = self.shared.passing
         for index, sets in self.deferred.operands.items():
             choices, domain = self.choices[index], self.domain(self.program.operations[index].results[0])
             key = (id(choices), domain, sets)
@@ -213,8 +206,8 @@ class Problem:
     def transitions_of(self, value: int) -> Transitions:
         """The transitions of a value, priced by its memory, and by the overlap of its collectives with work."""
         if self.program.values[value].memory_kind is not None:
-            return self._through_device
-        return self._overlapped if self.timing and value in self.timing.hidden else self.transitions
+            return self.shared.through_device
+        return self.shared.overlapped if self.timing and value in self.timing.hidden else self.transitions
 
     def exchanges(self, operation: Operation, strategy: Strategy) -> list[tuple[Step, Value]]:
         """Halo exchanges with the tensors of their rows, and the collectives that a region calls by name."""

@@ -22,20 +22,40 @@ clones late, and let go of what it has read:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from shardplan import _jax
 from shardplan.memoize import memoize
 from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.prune import prune
-from shardplan.program.residuals import PRODUCTS, early, is_fixed, materialised
+from shardplan.program.recompute_scans import is_fixed, recomputing_stacks, remakeable
+from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
+
+
+def recomputing(program: Program, values: frozenset[int]) -> Program:
+    """The program that makes `recomputable` values again for their late readers; with none, releases alone."""
+    return _rewritten(program, values)[0]
+
+
+def origins(program: Program, values: frozenset[int]) -> Mapping[int, int]:
+    """The values of the program by those that stand for them where some are recomputed: clones, and what has passed a
+    barrier."""
+    return _rewritten(program, values)[1]
 
 
 @memoize
-def recomputing(program: Program, values: frozenset[int]) -> Program:
-    """The program that makes some of its `residuals` again for their late readers; with none, releases alone."""
-    return _Rewriting(program, values).program()
+def _rewritten(program: Program, values: frozenset[int]) -> tuple[Program, Mapping[int, int]]:
+    chosen = values.intersection(remakeable(program))
+    stacked, origins = recomputing_stacks(program, chosen) if chosen else (program, {})
+    rewriting = _Rewriting(stacked, values - chosen)
+    again, late = rewriting.program(), rewriting.origins
+    return again, {**origins, **{value: origins.get(origin, origin) for value, origin in late.items()}}
+
+
+def recomputable(program: Program) -> frozenset[int]:
+    """The values that can be made again: residuals, and what scans stack for later ones."""
+    return frozenset((*residuals(program), *remakeable(program)))
 
 
 @memoize
@@ -113,6 +133,7 @@ class _Rewriting:
         self._operations: list[Operation] = []
         self._cloned = followers(program, recomputed)
         self._clones: dict[int, int] = {}
+        self.origins: dict[int, int] = {}
         self._now: dict[int, int] = {}  # what has passed a barrier, by what it was
         self._pending: list[int] = []  # the gradients of weights since the last barrier
         self._continuing, self._ends = _continuing(program), frozenset(ending(program))
@@ -193,8 +214,10 @@ class _Rewriting:
             yield min(read, key=lambda value: self._program.values[value].total_bytes)
 
     def _new(self, value: int) -> int:
-        self._values.append(replace(self._values[value], index=len(self._values), name=None))
-        return len(self._values) - 1
+        new = len(self._values)
+        self._values.append(replace(self._values[value], index=new, name=None))
+        self.origins[new] = self.origins.get(value, value)
+        return new
 
 
 def _reads_residual(program: Program, operation: Operation) -> bool:

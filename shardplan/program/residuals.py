@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardplan import _jax, rules
+from shardplan import rules
 from shardplan.memoize import memoize
 from shardplan.program.operation_kinds import CONVOLUTION, PRODUCT, VIEWS, is_view, readers_in
 from shardplan.program.program import Operation, Program, operand_type
+from shardplan.program.recompute_scans import is_fixed
 
 PRODUCTS = frozenset({PRODUCT, CONVOLUTION, "ragged_dot_general"})
 _ADDITIONS = frozenset({"add", "add_any"})
@@ -38,12 +39,6 @@ def residuals(program: Program) -> tuple[int, ...]:
 def _recomputable(program: Program, operation: Operation) -> Iterator[int]:
     if not is_fixed(operation):
         yield from (result for result in operation.results if result in materialised(program))
-
-
-def is_fixed(operation: Operation) -> bool:
-    """Whether an operation is never run twice: a loop, a barrier, or one with effects."""
-    barrier = operation.primitive is _jax.optimization_barrier
-    return bool(operation.bodies or operation.equation.effects or barrier)
 
 
 @memoize

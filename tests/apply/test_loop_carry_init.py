@@ -28,7 +28,7 @@ def _params(width, words, layers=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pins", [None, {"1": jax.P(None, "x", None)}])
+@pytest.mark.parametrize("pins", [pytest.param(None, marks=pytest.mark.long), {"1": jax.P(None, "x", None)}])
 def test_sums_of_loops_from_zeros(pins):
     """They are those of the unplanned step."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -91,8 +91,11 @@ def _layers(number, reverse):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("spec", [P(), P(None, "x"), P(None, None, "x")])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize(
+    "spec",
+    [pytest.param(P(), marks=pytest.mark.long), P(None, "x"), pytest.param(P(None, None, "x"), marks=pytest.mark.long)],
+)
 def test_initial_stacks_of_loops(reverse, spec):
     """They depend on the operands of their loop, and end with its stacked results."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -144,7 +147,7 @@ def _lstm(params, x):
     return jnp.mean(jax.nn.logsumexp(x @ params["words"], axis=-1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_initial_stacks_and_partial_sums():
     """The stacks depend on the partial sums that their loop reads."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

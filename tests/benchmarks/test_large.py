@@ -9,7 +9,7 @@ import shardplan
 large = pytest.importorskip("benchmarks.large")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_slightly_above_the_memory_limit() -> None:
     """The plan of a model of 20 billion parameters fits the limit at nearly the cost without one.
 

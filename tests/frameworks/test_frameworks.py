@@ -76,7 +76,9 @@ def over_nnx_jit(fn: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [planned, donating, over_jit, over_nnx_jit])
+@pytest.mark.parametrize(
+    "wrap", [planned, *(pytest.param(wrap, marks=pytest.mark.long) for wrap in (donating, over_jit, over_nnx_jit))]
+)
 def test_objects_are_changed_in_place(wrap: Any) -> None:
     """Parameters, moments, statistics, counters and flags, as nnx.jit does it; what was shared is shared."""
     losses, model = trained(wrap)

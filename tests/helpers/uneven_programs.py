@@ -20,6 +20,7 @@ from shardplan.options import Options
 from shardplan.plans.pipeline import plan_problem
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule
+from shardplan.problem.shared_tables import SharedTables
 from shardplan.program.tracing import trace_program
 from shardplan.search import solve
 from tests.helpers.random_programs import with_schedule
@@ -32,7 +33,7 @@ def padded_plan(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, args: Any, se
     program = trace_program(fn, args)
     axes = mesh_axes(mesh)
     sizes = frozenset(size for value in program.values for size in value.shape)
-    problem = Problem(program, LayoutSpace(axes, sizes), BytesSent(load("h100"), axes), {})
+    problem = Problem(program, SharedTables(LayoutSpace(axes, sizes), BytesSent(load("h100"), axes)), {})
     plan = shardplan.Plan.of(plan_problem(problem, mesh, Options()))
     network, costs = problem.network, list(problem.network.costs)
     draw = np.random.default_rng(seed)

@@ -103,7 +103,7 @@ def test_a_limit_below_every_peak():
     """The error has the lowest peak, and the largest tensors there."""
     step, state, batch = _training()
     with pytest.raises(InfeasibleError) as caught:
-        shardplan.plan(step, MESH, state, batch, memory_limit=2.2e6)
+        shardplan.plan(step, MESH, state, batch, memory_limit=2.2e6, fit=())
     message = str(caught.value)
     assert "within 2.2 MB per device" in message
     assert "by the planner's count none is below" in message
@@ -118,8 +118,8 @@ def test_the_lowest_peak_on_a_finer_mesh():
     least = []
     for mesh in (MESH, jax.sharding.AbstractMesh((2, 4), ("x", "y"))):
         with pytest.raises(InfeasibleError, match="none is below") as caught:
-            shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=2.2e6)
+            shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=2.2e6, fit=())
         least.append(caught.value.least_peak_bytes)
         assert least[-1] <= 1.13e6 * float(str(caught.value).split("none is below ")[1].split(" MB")[0])
     assert least[1] <= 1.02 * least[0]
-    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=1.001 * least[0])
+    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=1.001 * least[0], fit=())

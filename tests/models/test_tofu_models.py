@@ -27,7 +27,7 @@ CASES = [
         f"{family}-{layers}-{width}",
         stated,
         id=f"{family}-{layers}-{width}",
-        marks=[pytest.mark.long] if layers in (101, 152) and width != "10" else [],
+        marks=[pytest.mark.long] if layers in (101, 152) else [],
     )
     for module, family, table in ((lstm, "rnn", RECURRENT), (wide_resnet, "wresnet", CONVOLUTIONAL))
     for layers, row in table.items()

@@ -62,7 +62,7 @@ def test_step_keeps_the_state_and_computes_in_the_dtype(name: str, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "gpt")) for name in SMALL])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "mlp")) for name in SMALL])
 def test_arrays_have_the_shapes_and_the_step_learns(name: str):
     training = SMALL[name](jnp.float32)
     state, batch = training.init(), training.example()

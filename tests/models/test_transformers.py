@@ -111,7 +111,7 @@ def test_dropout_draws_by_the_step_and_the_same_when_planned(options, tmp_path: 
     np.testing.assert_allclose(planned(state, batch)[1], first, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_llama_attention_agrees_with_jax():
     """Grouped queries and rotary positions, against `jax.nn` and against a rotation of complex numbers."""
     config = replace(llama.SMALL, width=64, heads=8, kv_heads=2)

@@ -108,8 +108,6 @@ def test_time_is_over_before_anything_fits(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Clock, "seconds_left", seconds_left)
     train_step, state, batch = training()
-    with pytest.raises(
-        InfeasibleError, match=r"(?s)in the 60 seconds of its search \(`time_limit`\).*more time\."
-    ) as caught:
+    with pytest.raises(InfeasibleError, match=r"(?s)in the time of its search \(`time_limit`\).*more time\.") as caught:
         shardplan.plan(train_step, MESH, state, batch, donate_argnums=0, memory_limit=1.1e6)
     assert caught.value.least_peak_bytes > 1.1e6

@@ -86,7 +86,7 @@ def test_no_compiled_peak_within_the_limit(monkeypatch, free_peak):
 def test_before_a_refusal_the_least_predicted_peak_is_compiled(monkeypatch, free_peak):
     """What was cut off may be more than need be: here nothing is left, yet the leanest plan compiles within."""
     asked = _judged(monkeypatch, [2.0, 1.0])
-    plan = _planned(1.02 * free_peak, verify=True)
+    plan = _planned(1.02 * free_peak, verify=True, fit=())
     assert len(asked) == 2 and plan.peak_bytes < asked[0].peak_bytes
 
 

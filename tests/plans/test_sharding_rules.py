@@ -18,7 +18,7 @@ from tests.helpers.slow_devices import SLOW_DEVICES
 
 MESH = AbstractMesh((2, 4), ("data", "model"))
 MESHES = ("data=8", "data=2,model=4")
-QUICK, SLOW = {("mlp", "data=2,model=4")}, {("gpt", "data=8"), ("gnn", "data=2,model=4")}
+QUICK, SLOW = {("mlp", "data=2,model=4")}, {("gpt", "data=8")}
 MARKS = {True: pytest.mark.slow, False: pytest.mark.long}
 CASES = [
     pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else [MARKS[(name, mesh) in SLOW]])

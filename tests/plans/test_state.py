@@ -109,7 +109,11 @@ def test_a_plan_without_devices() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (1, 8)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 2), pytest.param((4, 2), marks=pytest.mark.long), pytest.param((1, 8), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_a_checkpoint_is_restored_elsewhere(plan: Any, sizes: Any, tmp_path: Path) -> None:
     """Training goes on with the same losses on other meshes of fewer devices and as many."""
     checkpoint = pytest.importorskip("orbax.checkpoint")

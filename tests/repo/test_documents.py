@@ -27,7 +27,11 @@ def commands() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, marks=[pytest.mark.long] * (path.name == "training.md")) for path in DOCUMENTS],
+    ids=NAMES,
+)
 def test_python_runs(document: Path):
     namespace: dict[str, Any] = {}
     for block in blocks(document, "python"):
@@ -37,7 +41,9 @@ def test_python_runs(document: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize(
+    "command", [pytest.param(line, marks=[pytest.mark.long] * (" compare " in line)) for line in commands()]
+)
 def test_command(command: str):
     program, *arguments = command.replace("'", "").split()
     if program == "make":

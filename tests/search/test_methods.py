@@ -77,7 +77,7 @@ def test_timesteps_of_a_group_are_cut_alike() -> None:
     assert len({choices[v] for v in range(0, 9, 3)}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_limit_binds_and_is_kept() -> None:
     net = memory_bound_gpt(0.6)
     solution = solve(net, time_limit=60, gap=0.05)

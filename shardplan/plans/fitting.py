@@ -1,0 +1,106 @@
+"""Plans within a memory limit: by layouts, and where no layout fits by the other means that the options allow.
+
+A step that fits is planned as if there were no other means. Else each of them plans within the limit, from the plan
+without a limit, and the plan with the shortest step is taken. Where none of them is enough, the program that computes
+most again runs in blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from jax.sharding import AbstractMesh, Mesh
+
+from shardplan.errors import InfeasibleError
+from shardplan.options import Options
+from shardplan.plans.blocked_plan import BlockedPlans
+from shardplan.plans.pipeline import check_arguments, memory_limit_of, plan_program
+from shardplan.plans.plan_data import PlanData
+from shardplan.plans.recomputed_plan import RecomputedPlans
+from shardplan.plans.stopwatch import Stopwatch
+from shardplan.program.program import Program
+from shardplan.timing.step_time import step_time
+
+
+class FittingPlans(Protocol):
+    """Plans of one program by some means, within one limit after another."""
+
+    def within(self, limit: float, watch: Stopwatch) -> PlanData:
+        """The best plan within a limit. Raises InfeasibleError where none is found."""
+
+
+MEANS: Mapping[str, Callable[[Program, PlanData, Options, Stopwatch], FittingPlans]] = MappingProxyType(
+    {"recompute": RecomputedPlans, "blocks": BlockedPlans}
+)
+"""What may make a step fit where no layout does, by the word of the option ``fit``. Each is made of the plan without a
+limit."""
+
+_BOTH = "blocks of what is recomputed"
+
+_FEW_SECONDS = 0.02
+"""The share of a step by which it may be longer before a second means is tried."""
+
+
+class Fitting:
+    """Plans of one program over one mesh, within one limit after another: lower limits are those of the compiler.
+
+    What a limit has shown is kept: where no layout fits, none is searched for a lower limit."""
+
+    def __init__(self, program: Program, mesh: Mesh | AbstractMesh) -> None:
+        self._program, self._mesh = program, mesh
+        self._free: PlanData | None = None  # the plan without a limit, where no layout fits
+        self._refused = 0.0  # the largest limit that no layout keeps
+        self._means: dict[str, FittingPlans] = {}
+
+    def plan(self, options: Options, excess: Mapping[int, float] = MappingProxyType({})) -> PlanData:
+        """The plan within the limit of the options; ``excess`` as for `plan_program`.
+
+        Raises InfeasibleError where nothing fits."""
+        watch, limit = Stopwatch(options.time_limit), memory_limit_of(options)
+        if self._free is None or limit > self._refused:
+            plan = plan_program(self._program, self._mesh, options, excess=excess, may_exceed=bool(options.fit))
+            watch.stating += plan.statistics["seconds"]["build"]
+            if plan.peak_bytes <= limit or not options.fit:
+                return plan
+            self.take(plan, limit)
+        return self.by_other_means(options, watch)
+
+    def take(self, free: PlanData, refused: float) -> None:
+        """Takes the plan without a limit, where no layout keeps within one."""
+        self._free, self._refused = free, max(refused, self._refused)
+
+    def by_other_means(self, options: Options, watch: Stopwatch) -> PlanData:
+        """The plan by what the options allow, with the shortest step of those that fit.
+
+        Raises InfeasibleError with the least peak of all where none does."""
+        assert self._free is not None
+        limit, refused, found = memory_limit_of(options), list[InfeasibleError](), list[PlanData]()
+        check_arguments(self._free.schedule.problem, limit)
+        shortest = (1 + _FEW_SECONDS) * _seconds(self._free)
+        for word in MEANS:
+            if word in options.fit and not any(_seconds(plan) <= shortest for plan in found):
+                try:
+                    found.append(self._by(word, self._free, options, watch).within(limit, watch))
+                except InfeasibleError as error:
+                    refused.append(error)
+        recomputed = self._means.get("recompute")
+        if not found and "blocks" in options.fit and isinstance(recomputed, RecomputedPlans):
+            try:
+                found.append(self._by(_BOTH, recomputed.leanest(watch), options, watch).within(limit, watch))
+            except InfeasibleError as error:
+                refused.append(error)
+        if found:
+            return min(found, key=_seconds)
+        least = min(error.least_peak_bytes for error in refused)
+        raise InfeasibleError(". ".join(str(error).rstrip(".") for error in refused), least)
+
+    def _by(self, word: str, free: PlanData, options: Options, watch: Stopwatch) -> FittingPlans:
+        if word not in self._means:
+            self._means[word] = MEANS["blocks" if word == _BOTH else word](self._program, free, options, watch)
+        return self._means[word]
+
+
+def _seconds(plan: PlanData) -> float:
+    return step_time(plan.schedule).seconds
