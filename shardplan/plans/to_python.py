@@ -147,10 +147,10 @@ def python_text(plan: PlanData, fn: Callable[..., Any] | None, target: str, whol
         evidence = "What XLA sends with these layouts was not checked: plan.to_python(fn) compiles it."
         return boundary_text(plan, evidence) if whole is False else whole_text(plan, _UNCHECKED)
     if fn is not None and not whole:
-        sent = _compiled_bytes(plan, boundary_text(plan, ""), target, fn)
+        sent = compiled_bytes(plan, boundary_text(plan, ""), target, fn)
         if whole is False or sent is None or _agree(plan, sent):
             return boundary_text(plan, sentence(plan, sent, target))
-    sent = _compiled_bytes(plan, whole_text(plan, ""), target)
+    sent = compiled_bytes(plan, whole_text(plan, ""), target)
     return whole_text(plan, _UNCHECKED if sent is None else sentence(plan, sent, target, whole=True))
 
 
@@ -213,7 +213,7 @@ def _rules_text(rules: Rules) -> str:
     return f"[\n{lines}]" if rules else "[]"
 
 
-def _compiled_bytes(plan: PlanData, text: str, target: str, fn: Callable[..., Any] | None = None) -> float | None:
+def compiled_bytes(plan: PlanData, text: str, target: str, fn: Callable[..., Any] | None = None) -> float | None:
     """The bytes that a text is compiled to. None where the extra `audit` is not installed."""
     try:
         mesh = gpu_mesh(target, tuple(plan.mesh_axes.values()), tuple(plan.mesh_axes))
