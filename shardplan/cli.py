@@ -34,7 +34,7 @@ import numpy as np
 from shardplan.audits.audit import audit
 from shardplan.audits.junit import save_junit
 from shardplan.auto import plan as make_plan
-from shardplan.cli_arguments import load_step, parse_pins, parse_positions
+from shardplan.cli_arguments import load_step, parse_blocks, parse_pins, parse_positions
 from shardplan.compare import DEFAULT_METHODS, compare
 from shardplan.compiled.target import targets
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
@@ -122,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_step(comparing)
     known = ", ".join(dict.fromkeys((*BASELINES, *METHODS, *PLACEMENT_METHODS)))
     comparing.add_argument("--methods", default=",".join(DEFAULT_METHODS), help=f"of {known} (default: %(default)s)")
+    comparing.add_argument("--plot", metavar="FILE", help="draw the methods as bars, into a PNG, SVG or PDF file")
     auditing = command("audit", _audit, "Compile a plan for GPUs without one, and hold the plan against that.")
     _add_step(auditing, from_file=True)
     auditing.add_argument("--target", default="h100", choices=targets(), help="GPU type (default: %(default)s)")
@@ -180,6 +181,7 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
         metavar="MEANS",
         help="what may make a step fit where no layout does, or none (default: %(default)s)",
     )
+    parser.add_argument("--blocks", action="append", default=[], metavar="PATH=N", help="as 'batch=8'; repeatable")
     parser.add_argument("--verify", action="store_true", help="compile plans near the memory limit, and keep within it")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -202,6 +204,7 @@ def _plan_options(options: argparse.Namespace) -> dict[str, Any]:
         "refine": options.refine,
         "verify": options.verify,
         "fit": () if options.fit == "none" else tuple(options.fit.split(",")),
+        "blocks": parse_blocks(options.blocks) or None,
     }
 
 
@@ -262,6 +265,8 @@ def _compare(options: argparse.Namespace) -> int:
         }
         for row in comparison
     ]
+    if options.plot:
+        comparison.save_plot(options.plot)
     _print(options, {"mesh": comparison.mesh_axes, "rows": rows}, comparison)
     return 0
 

@@ -1,7 +1,8 @@
 """Choosing what is recomputed: the residuals whose recomputation keeps a schedule within a memory limit.
 
 First, what saves most of the bytes above the limit per second that it adds, one kind of residual after another in all
-repeated layers at once. Then single values are kept again, as far as that fits, the dearest first.
+repeated layers at once; or all that no large product makes, as policies by hand do. Then single values are kept again,
+as far as that fits, the dearest first.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STEPS = 2
 
 def choose_recomputed(graph: ResidualGraph, limit: float) -> frozenset[int]:
     """The residuals to recompute, as few seconds of them as are found; the most where the limit is not reached."""
-    found = [_by_kinds(graph, limit, capped) for capped in (True, False)]
+    found = [*(_by_kinds(graph, limit, capped) for capped in (True, False)), frozenset(graph.cheap)]
     fitting = [_kept_again(graph, one, limit) for one in found if _Judged.of(graph, one, limit).excess <= 0]
     if fitting:
         return min(fitting, key=lambda one: graph.estimate(one)[1])

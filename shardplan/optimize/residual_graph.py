@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from shardplan.memory import Lifetimes
 from shardplan.problem.schedule import Schedule
-from shardplan.program.program import Program
+from shardplan.program.operation_kinds import PRODUCT
+from shardplan.program.program import Operation, Program
 from shardplan.program.recompute import ties
 from shardplan.program.recompute_scans import Stack, chain, is_fixed, remakeable, stacks
-from shardplan.program.residuals import early, materialised, residuals
-from shardplan.timing.step_time import time_prices
+from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
+from shardplan.timing.step_time import sent_seconds, time_prices
 
 Array = NDArray[np.float64]
 
@@ -64,6 +65,8 @@ class ResidualGraph:
             self._waiting[value] = [(start - 1, end, size) for start, end, size in self._spans.get(value, ())]
         self._following = [v for v, w in self._waiting.items() if w and v not in self._known and v in self._late]
         self.sizes = {value: self._size(value) for value in self.residuals}
+        self.cheap = set[int]()  # what no large product makes: what checkpoint policies by hand compute again
+        self._read: dict[int, list[tuple[int, float]]] = {}  # of slices, the seconds of reading others
         self.flops, self.seconds = self._costs()
 
     # ---- what is asked
@@ -125,13 +128,18 @@ class ResidualGraph:
                 start, end, size = self._carries[value]
                 change[start] += size
                 change[end + 1] -= size
-        seconds = sum(self.seconds[value] for value in found.first)
+        seconds = sum(self._seconds_among(value, found.first) for value in found.first)
         return self.profile + np.cumsum(change)[:-1], seconds
 
-    def figures(self, value: int) -> tuple[int, float, float, float]:
-        """1, the bytes that wait for the backward part, and the operations and seconds of making a residual again."""
+    def _seconds_among(self, value: int, recomputed: Collection[int]) -> float:
+        """The seconds of making a residual again: kernels compute on the way what they would have read else."""
+        return self.seconds[value] - sum(size for source, size in self._read.get(value, ()) if source in recomputed)
+
+    def figures(self, value: int, recomputed: Collection[int]) -> tuple[int, float, float, float]:
+        """1, the bytes that wait for the backward part, and the operations and seconds of making a residual again,
+        among others."""
         waiting = sum(size for _, _, size in self._waiting.get(value, ()))
-        return 1, waiting, self.flops[value], self.seconds[value]
+        return 1, waiting, self.flops[value], self._seconds_among(value, recomputed)
 
     def fresh_sources(self, values: Iterable[int], recomputed: Collection[int]) -> set[int]:
         """The residuals that some are made of which nothing late reads otherwise, and theirs."""
@@ -229,8 +237,12 @@ class ResidualGraph:
         return max([own, *stored])
 
     def _costs(self) -> tuple[dict[int, float], dict[int, float]]:
-        """The operations and the seconds of making each residual again from the residuals that it is made of."""
-        problem, prices = self._schedule.problem, time_prices(self._schedule.problem)
+        """The operations and the seconds of making each residual again from the residuals that it is made of.
+
+        What is sent for it is sent again."""
+        problem, prices, sending = self._schedule.problem, time_prices(self._schedule.problem), dict[int, float]()
+        for sent in self._schedule.collectives():
+            sending[sent.tensor.index] = sending.get(sent.tensor.index, 0.0) + sent_seconds(prices, sent)
         strategies, flops, seconds = self._schedule.assignment.strategies, dict[int, float](), dict[int, float]()
         for value in self.residuals:
             made, times = [self.program.makers[value]], 1
@@ -239,10 +251,24 @@ class ResidualGraph:
                 stays = {one.made for one in stacks(self.program).values()} - {stack.made}
                 made, times = chain(self.program, [stack.made], stays)[0], stack.length(self.program)
             run = [(problem.choices[o.index], strategies[o.index]) for o in made if o.index in strategies]
+            if not any(_is_large_product(o) for o in made):
+                self.cheap.add(value)
             moved = self.sizes[value] + sum(self.sizes.get(source, 0.0) for source in self.sources[value])
             flops[value] = times * sum(choices.flops / strategy.degree for choices, strategy in run)
             seconds[value] = times * prices.work(flops[value] / times, moved, self.program.values[value].dtype, 1)
+            if value in self.stacks and not any(o.primitive.name in PRODUCTS for o in made):
+                rate = times / prices.hardware.memory_bytes_per_second
+                self._read[value] = [(s, rate * self.sizes[s]) for s in self.sources[value] if s in self.sizes]
+            moved_again = {v for o in made for v in (*o.read, *o.results)}.difference(self.sources[value])
+            seconds[value] += sum(sending.get(v, 0.0) for v in moved_again)
         return flops, seconds
+
+
+def _is_large_product(operation: Operation) -> bool:
+    """Whether an operation is a product without batch dimensions, or a convolution."""
+    if operation.primitive.name == PRODUCT:
+        return not operation.params["dimension_numbers"][1][0]
+    return operation.primitive.name in PRODUCTS
 
 
 def _late_stacks(program: Program) -> dict[int, Stack]:

@@ -73,7 +73,7 @@ class BlockedPlans:
                 break
             begun = leanest = lowest
         least = leanest.plan.peak_bytes
-        of = "" if self._free.recipe.recomputed is None else " of what computes most again"
+        of = "" if self._free.recipe.recomputed is None else " of what computes its largest residuals again"
         said = f"In blocks{of} the least peak that was found is {size_text(least)}, and the limit {size_text(limit)}"
         raise InfeasibleError(said, least)
 

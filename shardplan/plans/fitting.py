@@ -2,7 +2,7 @@
 
 A step that fits is planned as if there were no other means. Else each of them plans within the limit, from the plan
 without a limit, and the plan with the shortest step is taken. Where none of them is enough, the program that computes
-most again runs in blocks.
+its largest residuals again runs in blocks.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Fitting:
         recomputed = self._means.get("recompute")
         if not found and "blocks" in options.fit and isinstance(recomputed, RecomputedPlans):
             try:
-                found.append(self._by(_BOTH, recomputed.leanest(watch), options, watch).within(limit, watch))
+                found.append(self._by(_BOTH, recomputed.for_blocks(watch), options, watch).within(limit, watch))
             except InfeasibleError as error:
                 refused.append(error)
         if found:

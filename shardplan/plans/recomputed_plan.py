@@ -40,6 +40,9 @@ _MOST_CHOICES = 6
 _LEAST_CHOICES = 3
 """As many are made where none before has kept within the limit, also after the time limit."""
 
+_LARGE = 1 / 2
+"""The share of the largest residual from which on residuals are recomputed where the program runs in blocks."""
+
 _NEAR = 0.97
 """The share of the limit from which on a plan that fits is not looked for with less recomputed."""
 
@@ -90,9 +93,12 @@ class RecomputedPlans:
             said = f"That is with {len(leanest.chosen)} values computed again, as many as save memory."
             raise InfeasibleError(f"{error} {said}", least) from None
 
-    def leanest(self, watch: Stopwatch) -> PlanData:
-        """The plan with the least peak of those that were tried."""
-        return self._reported(min(self._tried.values(), key=lambda one: one.peak_bytes), watch)
+    def for_blocks(self, watch: Stopwatch) -> PlanData:
+        """The plan that computes the largest residuals again, as those of attention: what is made of them late is then
+        near to where it is read, and one loop can have both."""
+        least = _LARGE * max(self._graph.sizes.values(), default=0.0)
+        large = frozenset(value for value, size in self._graph.sizes.items() if size >= least)
+        return self._reported(self._rewritten(large, watch), watch)
 
     # ---- what is recomputed
 
@@ -214,7 +220,7 @@ class RecomputedPlans:
             maker = self._program.makers[value if stack is None else stack.made]
             place = glob_of("/".join(["", *_jax.module_path(maker.equation).split("/")])).lstrip("/")
             row = rows.setdefault((place or maker.source, maker.primitive.name), dict.fromkeys(_SUMS, 0.0))
-            for name, amount in zip(_SUMS, self._graph.figures(value), strict=True):
+            for name, amount in zip(_SUMS, self._graph.figures(value, recomputed), strict=True):
                 row[name] += amount
         return [{"module": m, "made_by": p, **row, "count": int(row["count"])} for (m, p), row in rows.items()]
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import shardplan
+from shardplan.plans import recomputed_plan
 from shardplan.plans.report import bytes_on_device, plan_record
 
 S = jax.ShapeDtypeStruct
@@ -36,9 +37,23 @@ def train(weights, x, layer=layer):
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
 
-def limit_at(share, mesh, step=train):
+def scanned(weights, x):
+    """The same step with its layers in a scan, whose carry no slice shows."""
+
+    def loss(weights):
+        y, kept = jax.lax.scan(lambda y, w: (layer(jnp.sin(y), w), jnp.max(y)), x, weights)
+        return jnp.mean(y**2) + jnp.sum(kept)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return weights - 0.1 * gradients, value
+
+
+SCANNED = S((LAYERS, WIDTH, WIDTH), jnp.float32), ARGUMENTS[1]
+
+
+def limit_at(share, mesh, step=train, arguments=ARGUMENTS):
     """The bytes of the arguments, and a share of what the plan without a limit holds in addition."""
-    free = shardplan.plan(step, mesh, *ARGUMENTS, memory_limit="80GB")
+    free = shardplan.plan(step, mesh, *arguments, memory_limit="80GB")
     state = sum(bytes_on_device(one, free.mesh_axes) for one in free.arguments)
     return state + share * (free.peak_bytes - state)
 
@@ -71,6 +86,26 @@ def test_values_of_a_recomputed_step(mesh, share):
     assert plan.peak_bytes <= limit
     assert plan.recomputed
     for found, wanted in zip(*map(jax.tree.leaves, (planned(*values()), jax.jit(train)(*values()))), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "every"), [(1, False), ("x=2,y=4", True)])
+def test_values_of_a_scan_whose_slices_are_made_again(mesh, every, monkeypatch):
+    """A backward scan makes slices again that a forward scan stacks for it, and gives what the plain step gives."""
+    if every:  # then the carry is stacked
+        monkeypatch.setattr(recomputed_plan, "choose_recomputed", lambda graph, limit: frozenset(graph.stacks))
+    limit = limit_at(0.4, mesh, scanned, SCANNED)
+    planned = shardplan.auto(scanned, mesh, memory_limit=limit)
+    plan = planned.plan(*SCANNED)
+    assert plan.peak_bytes <= limit
+    assert plan.recomputed
+    forward, backward = (plan.program.regions[o.bodies[0]] for o in plan.program.operations if o.bodies)
+    assert any(plan.program.operations[index].again for index in backward.operations)
+    assert (forward.inputs[0] in forward.outputs[1:]) == every
+    weights, x = values()
+    given = jnp.stack(weights), x
+    for found, wanted in zip(planned(*given), jax.jit(scanned)(*given), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 

@@ -140,6 +140,7 @@ ORDER = {
         ("plans",),
         ("audits",),
         ("auto",),
+        ("compare_plot",),
         ("compare", "together"),
         ("cli_arguments",),
         ("cli",),

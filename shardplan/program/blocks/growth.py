@@ -64,7 +64,7 @@ def grow(program: Program, seeds: Sequence[tuple[int, int]], refused: Mapping[in
         value = waiting.pop(0)
         around = [program.makers[value]] if value in program.makers else []
         for operation in (*around, *readers.get(value, ())):
-            if operation.region or operation.index in growth.along or operation.index in growth.cuts:
+            if operation.region or operation.index in growth.along or operation.index in refused:
                 continue
             try:
                 along, found = _through(program, operation, value, growth)
@@ -73,6 +73,7 @@ def grow(program: Program, seeds: Sequence[tuple[int, int]], refused: Mapping[in
                 continue
             if not is_barrier(operation):
                 growth.along[operation.index] = along
+                growth.cuts.pop(operation.index, None)  # another value had it in a dimension that does not go through
             for places, more in zip(growth.places, found, strict=True):
                 waiting += [reached for reached in more if reached not in places and reached not in waiting]
                 places |= more

@@ -37,7 +37,7 @@ def regions(program: Program, growth: Growth, least_bytes: float) -> list[Region
     found = list[Region]()
     for closure in _closures(program, growth, _components(program, growth, large, least_bytes), nothing):
         levels: dict[int, list[int]] = {}
-        for index, level in _late(program, growth, closure).items():
+        for index, level in _levels(program, growth, closure).items():
             levels.setdefault(level, []).append(index)
         chosen = [sorted(levels[level]) for level in sorted(levels) if not large.isdisjoint(levels[level])]
         found += [_with_own(program, growth, members, nothing) for members in chosen]
@@ -130,6 +130,30 @@ def _closure(program: Program, component: set[int], among: set[int]) -> set[int]
         if index in behind and any(reader.index in before for r in results for reader in readers.get(r, ())):
             before.add(index)
     return component | (behind & before & among)
+
+
+def _levels(program: Program, growth: Growth, closure: set[int]) -> dict[int, int]:
+    """The level of each operation of a closure: late, but early where it makes less than it reads of earlier loops, as
+    the gradient of queries does of scores. What is read across loops is in memory whole."""
+    level, reduced = _late(program, growth, closure), partial(program, growth, tuple(sorted(closure)))
+    after = dict[int, int]()  # the first level at which what an operation reads is there
+    for index in program.regions[0].operations:
+        operation, crossing = program.operations[index], 0
+        for value in operation.read:
+            maker = program.makers.get(value)
+            if maker is None or maker.index not in after:
+                continue
+            inside = maker.index in closure
+            goes_on = inside and index in closure and _goes_on(program, growth, operation, value, reduced)
+            made = level[maker.index] if inside else after[maker.index]
+            after[index] = max(after.get(index, made), made + (inside and not goes_on))
+            crossing += program.values[value].total_bytes if goes_on and made < level[index] else 0
+        if index not in closure:
+            continue
+        after.setdefault(index, level[index])
+        if crossing > sum(program.values[result].total_bytes for result in operation.results):
+            level[index] = min(level[index], after[index])
+    return level
 
 
 def _late(program: Program, growth: Growth, closure: set[int]) -> dict[int, int]:
