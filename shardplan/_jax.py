@@ -24,6 +24,7 @@ from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.state.types import AbstractRef, RefEffect
 from jax.extend import core as jex_core
 from jax.extend.core import primitives as jex_primitives
+from jax.extend.random import threefry2x32_p
 from jaxlib.mlir import ir
 
 ClosedJaxpr = jex_core.ClosedJaxpr
@@ -655,3 +656,15 @@ def is_inexact(dtype: Any) -> bool:
 def is_float(dtype: Any) -> bool:
     """Whether a dtype is a real floating-point type, the narrow ones included."""
     return bool(jax.dtypes.issubdtype(dtype, np.floating))
+
+
+def threefry_bits(key: Any, numbers: Any, bit_width: int) -> Any:
+    """The random bits that a threefry key gives the elements of these numbers, as `jax.random.bits` does for a tensor
+    of less than 2**32 elements."""
+    first, second = threefry2x32_p.bind(*jax.random.key_data(key), jax.numpy.zeros_like(numbers), numbers)
+    return (first ^ second).astype(f"uint{bit_width}")
+
+
+def bits_follow_from_numbers() -> bool:
+    """Whether an element's random bits depend on its number alone, and not on the shape of the tensor."""
+    return bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from shardplan.program.blocks.growth import Growth, is_barrier
 from shardplan.program.blocks.regions import Region
 from shardplan.program.blocks.tiles import (
     COMBINE,
+    RANDOM_BITS,
     Part,
     as_widened,
     beyond,
@@ -193,6 +194,9 @@ class _Tile:
             dim = part.along.results[0]
             if dim is not None:
                 shape[dim] = part.span.length
+        if operation.primitive.name == RANDOM_BITS:
+            self._hold(operation, [self._random_bits(operation, operands[0], shape)])
+            return
         reducer = self._tiles.reduced.get(operation.results[0])
         try:
             params = params_on_tile(operation, parts, tuple(shape))
@@ -294,9 +298,23 @@ class _Tile:
 
     def _numbered(self, operation: Operation, local: Any) -> Any:
         """An iota of the whole value, on a block of it."""
+        return self._place(operation, operation.params["dimension"], local)
+
+    def _random_bits(self, operation: Operation, key: Any, shape: Sequence[int]) -> Any:
+        """The random bits of a block: those of its elements' numbers in the whole value."""
+        numbers, elements = jnp.zeros(shape, jnp.uint32), 1
+        own = self._program.values[operation.results[0]].shape
+        for dim in reversed(range(len(own))):
+            local = jax.lax.broadcasted_iota(jnp.int32, shape, dim)
+            numbers = numbers + self._place(operation, dim, local).astype(jnp.uint32) * jnp.uint32(elements)
+            elements *= own[dim]
+        return _jax.threefry_bits(key, numbers, operation.params["bit_width"])
+
+    def _place(self, operation: Operation, dim: int, local: Any) -> Any:
+        """The position in the whole result for a position in its block."""
         (result,) = operation.results
         for axis, part in enumerate(self._tiles.parts[operation.index]):
-            if part.along.results[0] == operation.params["dimension"]:
+            if part.along.results[0] == dim:
                 span, number = self._tiles.spans[axis][result], self._numbers[axis].astype(local.dtype)
                 if self._loop._strided[axis]:
                     run, count = span.step // self._tiles.group(axis), self._tiles.counts[axis]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from shardplan.rules import Along, Refusal, Span
 
 _WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _GRADIENT_OF_WINDOWS = "select_and_scatter_add"
+RANDOM_BITS = "random_bits"
 _MOVED = frozenset({"conv_general_dilated", "reshape", "slice", "pad", _GRADIENT_OF_WINDOWS}) | _WINDOWS
 """What has a form on tiles although an index is no whole dimension by itself."""
 
@@ -36,7 +38,9 @@ class Part:
 def runs_on_tiles(operation: Operation, along: Along) -> None:
     """Raises Refusal where an operation has no form on a part of an index."""
     name = operation.primitive.name
-    if along.placed and name != "iota":
+    if name == RANDOM_BITS:
+        _numbers_bits(operation)
+    elif along.placed and name != "iota":
         raise Refusal("it depends on the value of the index")
     if not along.plain and name not in _MOVED:
         raise Refusal("the index is no whole dimension by itself")
@@ -48,6 +52,15 @@ def runs_on_tiles(operation: Operation, along: Along) -> None:
             raise Refusal("its groups are counted by the whole index")
     if name == "reduce_window" and not along.plain and any(map(any, operation.params["padding"])):
         raise Refusal("what pads its windows is a function of the user")
+
+
+def _numbers_bits(operation: Operation) -> None:
+    """Raises Refusal where random bits are not those of one threefry key and the numbers of elements, in 32 bits."""
+    (key,), (result,) = operation.equation.invars, operation.equation.outvars
+    if key.aval.shape or not _jax.bits_follow_from_numbers():  # type: ignore[attr-defined]
+        raise Refusal("random bits of several keys, or of a whole tensor, are made together")
+    if operation.params["bit_width"] == 64 or prod(result.aval.shape) >= 2**32:  # type: ignore[attr-defined]
+        raise Refusal("its elements, or their bits, are numbered by 64 bits")
 
 
 def params_on_tile(operation: Operation, parts: Sequence[Part], shape: tuple[int, ...]) -> dict[str, Any]:

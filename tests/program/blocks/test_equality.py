@@ -190,7 +190,7 @@ def test_sums_in_bfloat16(function):
     [
         lambda x: jnp.cumsum(x, 0),
         lambda x: lax.cummax(x, 0),
-        lambda x: jax.random.uniform(jax.random.key(0), x.shape) + x[::-1],
+        lambda x: x + jax.random.uniform(jax.random.key(0, impl="rbg"), x.shape),
         lambda x: jnp.argmax(x, 0),
         lambda x: jnp.sort(x, 0),
         lambda x: lax.rev(x, (0,)),
@@ -204,6 +204,33 @@ def test_what_needs_the_whole_index(function):
     assert all(blocked.cuts.values())
     names = {operation.primitive.name for operation in blocked.program.operations if operation.region}
     assert names.isdisjoint({"cumsum", "cummax", "argmax", "sort", "rev", "random_bits"})
+
+
+BYTES = lambda *shape: jax.random.bits(*shape, dtype="uint8")  # noqa: E731
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("draw", "count", "strided"),
+    [
+        (jax.random.bits, 4, True),
+        pytest.param(jax.random.normal, 3, False, marks=pytest.mark.long),
+        pytest.param(BYTES, 4, False, marks=pytest.mark.long),
+    ],
+)
+def test_random_numbers_of_blocks(draw, count: int, strided: bool):
+    """They are equal to the bit: those of the elements' numbers."""
+
+    def drawn(x):
+        return x + draw(jax.random.key(3), (8, 3, 5)).astype(x.dtype)
+
+    x = jnp.zeros((8, 3, 5))
+    program = trace_program(drawn, (x,))
+    for dims in ((0,), (2, 0)):
+        seeds = tuple((program.inputs[0], dim) for dim in dims)
+        blocked = in_blocks(program, Blocks(seeds, (count,) * len(dims), strided=strided))
+        assert {o.primitive.name for o in blocked.program.operations if o.region} >= {"threefry2x32"}
+        np.testing.assert_array_equal(*run_program(blocked.program, (x,)), *run_program(program, (x,)))
 
 
 def test_statistics_of_the_batch():
