@@ -1,9 +1,9 @@
 """Plans within a memory limit: by layouts, and where no layout fits by the other means that the options allow.
 
 A step that fits is planned as if there were no other means. Else each of them plans within the limit, from the plan
-without a limit, and the plan with the shortest step is taken. Layouts that fit and cost more than that plan are compared
-with what the other means find, by the predicted time of the step. Where none of them is enough, the program that
-computes its largest residuals again runs in blocks.
+without a limit, and the plan with the shortest step is taken. Layouts that fit and cost more than that plan are
+compared with what the other means find, by the predicted time of the step. Where none of them is enough, the program
+that computes its largest residuals again runs in blocks.
 """
 
 from __future__ import annotations
