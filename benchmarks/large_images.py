@@ -3,11 +3,16 @@
 The convolutions of VGG-16 are trained on one image of 10,000 x 10,000 pixels in float32. The activations of a step are
 118 GiB (the case of Xu et al., CC 2022). The image is split over 8 devices of 40 GB, and over 16 of 11 GB, where stages
 are checkpointed. Each is planned within the memory of a device, compiled for as many H100, and read back.
+
+On one device the image is in blocks (`benchmarks.image_blocks`). `--only VGG-16` measures one network of those.
 """
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import shardplan
+from benchmarks import image_blocks
 from benchmarks.documents import Document
 from benchmarks.processes import in_own_process, timed
 from shardplan.audits.audit import audit
@@ -64,6 +69,9 @@ def row(case: Case) -> list[str]:
     ]
 
 
+BLOCKS = """Pixels are those of a side of the image. Checkpoints are those by hand around every stage. Tiles are the
+fewest squares that fit. Operations are those of convolutions, as a share of those of the plain step. What exceeds four
+times 40 GB by its predicted peak is not compiled."""
 HEADER = (
     "mesh",
     "memory of a device",
@@ -80,15 +88,43 @@ HEADER = (
 )
 
 
+def on_one_device(name: str, image: int) -> list[list[str]]:
+    """The rows of a network on one device; without an image, those of images for one memory alone."""
+    if image:
+        return [*image_blocks.rows(name, image)]
+    cases = [case for case in image_blocks.LARGEST if case[0] == name]
+    return [row for case in cases for row in image_blocks.blocked(*case)]
+
+
+def fill_blocks(document: Document, names: Sequence[str]) -> None:
+    """The tables of images on one device."""
+    table = document.table(image_blocks.HEADER, "One device, in blocks")
+    for name in names:
+        for image in (*image_blocks.SIZES, 0):
+            for found in in_own_process(on_one_device, name, image):
+                table.add(found)
+    table.say([BLOCKS])
+    largest = document.table(image_blocks.LARGEST_HEADER, "The largest image on one device")
+    for name in names:
+        for gigabytes in image_blocks.MEMORIES:
+            largest.add(in_own_process(image_blocks.largest, name, gigabytes))
+    largest.say(["Pixels of a side, multiples of 256, by predicted peaks."])
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=image_blocks.NAMES, help="on one device; the document stays")
+    options = parser.parse_args()
     introduction = (
-        "VGG-16 without its classifier, mean squared error, one image of 10,000 x 10,000 pixels, float32: planned "
-        "within the memory of a device, compiled for H100 without one, and read back. Per device and step."
+        "Convolutions without classifiers, mean squared error, one image in float32, compiled for H100 without one, "
+        "and read back. Per device and step."
     )
-    document = Document("large_images", "Large images", introduction, "large_images")
-    table = document.table(HEADER)
-    for case in CASES:
-        table.add(in_own_process(row, case))
+    document = Document("large_images", "Large images", introduction, "large_images", writes=not options.only)
+    fill_blocks(document, options.only or image_blocks.NAMES)
+    if not options.only:
+        table = document.table(HEADER, "VGG-16 on 10,000 x 10,000 pixels, split over devices")
+        for case in CASES:
+            table.add(in_own_process(row, case))
     document.print()
 
 

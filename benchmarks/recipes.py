@@ -239,8 +239,11 @@ def state_space() -> tuple[Baseline, ...]:
 
 RECIPES: dict[str, Callable[[], tuple[Baseline, ...]]] = {
     "bert": partial(transformer, tied=True),
+    "darknet": residual,
+    "dcgan": data_parallel,
     "dlrm": tables,
     "gnn": graph,
+    "inception": residual,
     "lstm": recurrent,
     "mamba": state_space,
     "mlp": multilayer,

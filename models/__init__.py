@@ -24,10 +24,13 @@ from shardplan.models.training import Training as Training
 
 NAMES = (
     "bert",
+    "darknet",
+    "dcgan",
     "dit",
     "dlrm",
     "gnn",
     "gpt",
+    "inception",
     "llama",
     "lstm",
     "mamba",

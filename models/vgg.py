@@ -54,6 +54,14 @@ CONFIGS = {
     "vgg-16": Config(),
     "vgg-19": Config(stages=((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))),
     "vgg-16-10k": Config(classifier=False, image=10_000, batch=1, learning_rate=1e-3, weight_decay=0.0),
+    "vgg-19-10k": Config(
+        stages=((2, 64), (2, 128), (4, 256), (4, 512), (4, 512)),
+        classifier=False,
+        image=10_000,
+        batch=1,
+        learning_rate=1e-3,
+        weight_decay=0.0,
+    ),
 }
 SMALL = Config(stages=((2, 8), (1, 16)), hidden=64, classes=16, image=32, batch=8)
 BENCHMARK = Config()

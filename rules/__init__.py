@@ -1,5 +1,10 @@
 """Rules: the index expression that an operation computes, and every split that follows from it."""
 
+from shardplan.rules.along import Along as Along
+from shardplan.rules.along import Span as Span
+from shardplan.rules.along import along_operand as along_operand
+from shardplan.rules.along import along_result as along_result
+from shardplan.rules.analysis import Refusal as Refusal
 from shardplan.rules.analysis import Slot as Slot
 from shardplan.rules.analysis import Split as Split
 from shardplan.rules.coverage import coverage as coverage

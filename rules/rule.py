@@ -42,6 +42,8 @@ class Rule:
     expression: Expression | None
     missing: str | None = None
     _splits: dict[int, tuple[Split, ...]] = field(default_factory=dict, repr=False)
+    along: dict[tuple[str, int, int], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `shardplan.rules.along` has found of its operands and results, by number and dimension."""
 
     @property
     def known(self) -> bool:
@@ -49,7 +51,7 @@ class Rule:
         return self.expression is not None
 
     @cached_property
-    def _facts(self) -> Facts:
+    def facts(self) -> Facts:
         assert self.expression is not None
         return collect(self.expression)
 
@@ -64,11 +66,11 @@ class Rule:
     @cached_property
     def padded_splits(self) -> tuple[Split, ...]:
         """Every index that can be split over any number of equal blocks once its dimensions are padded."""
-        return self._possible(lambda name: padded_split(self.expression, self._facts, name))  # type: ignore[arg-type]
+        return self._possible(lambda name: padded_split(self.expression, self.facts, name))  # type: ignore[arg-type]
 
     def uneven_splits(self, n: int) -> tuple[Split, ...]:
         """Every index that can be split over ``n`` blocks of which the last is shorter, or that read such blocks."""
-        return self._possible(lambda name: uneven_split(self.expression, self._facts, name, n))  # type: ignore[arg-type]
+        return self._possible(lambda name: uneven_split(self.expression, self.facts, name, n))  # type: ignore[arg-type]
 
     def _possible(self, split_of: Callable[[str], Split]) -> tuple[Split, ...]:
         found = []
@@ -96,7 +98,7 @@ class Rule:
     def _try(self, name: str, n: int) -> Split | str:
         assert self.expression is not None
         try:
-            found = split(self.expression, self._facts, name, n)
+            found = split(self.expression, self.facts, name, n)
         except Refusal as refusal:
             return str(refusal)
         if all(slot is WHOLE for slot in found.operands + found.results):

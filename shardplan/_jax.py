@@ -23,6 +23,8 @@ from jax._src.lax import lax as lax_internal
 from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.state.types import AbstractRef, RefEffect
 from jax.extend import core as jex_core
+from jax.extend.core import primitives as jex_primitives
+from jax.extend.random import threefry2x32_p
 from jaxlib.mlir import ir
 
 ClosedJaxpr = jex_core.ClosedJaxpr
@@ -346,6 +348,26 @@ def bind_again(
     return tuple(results) if primitive.multiple_results else (results,)
 
 
+def bind_as_traced(
+    equation: Equation, primitive: Primitive, params: dict[str, Any], operands: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Binds a traced primitive to new operands, under its name stack and with its place in the source."""
+    info = equation.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
+        results = primitive.bind(*operands, **primitive.get_bind_params(params))
+    return tuple(results) if primitive.multiple_results else (results,)
+
+
+@contextmanager
+def traced_as(equation: Equation) -> Iterator[None]:
+    """Operations that are traced inside have the place in the source and the name stack of an equation."""
+    info = equation.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack):
+        yield
+
+
 def run_without_types(closed: ClosedJaxpr, operands: Sequence[Any], laid_out: Callable[[Any, Any], Any]) -> list[Any]:
     """Runs a program that was traced on mesh axes of type Explicit on arrays without typed layouts.
 
@@ -547,6 +569,15 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+def public_name(primitive: Primitive) -> str | None:
+    """The public name of a primitive, such as ``lax.select_and_scatter_add_p``. None where JAX has none."""
+    for module, place in ((jax.lax, "lax"), (jex_primitives, "primitives"), (jax.lax.linalg, "lax.linalg")):
+        name = next((name for name in dir(module) if getattr(module, name, None) is primitive), None)
+        if name is not None:
+            return f"{place}.{name}"
+    return None
+
+
 def is_array_type(aval: Any) -> bool:
     """Whether an abstract value is a plain or keyed array, which can have a layout (not a token or a reference)."""
     return isinstance(aval, jax_core.ShapedArray)
@@ -625,3 +656,15 @@ def is_inexact(dtype: Any) -> bool:
 def is_float(dtype: Any) -> bool:
     """Whether a dtype is a real floating-point type, the narrow ones included."""
     return bool(jax.dtypes.issubdtype(dtype, np.floating))
+
+
+def threefry_bits(key: Any, numbers: Any, bit_width: int) -> Any:
+    """The random bits that a threefry key gives the elements of these numbers, as `jax.random.bits` does for a tensor
+    of less than 2**32 elements."""
+    first, second = threefry2x32_p.bind(*jax.random.key_data(key), jax.numpy.zeros_like(numbers), numbers)
+    return (first ^ second).astype(f"uint{bit_width}")
+
+
+def bits_follow_from_numbers() -> bool:
+    """Whether an element's random bits depend on its number alone, and not on the shape of the tensor."""
+    return bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]

@@ -71,6 +71,7 @@ def auto(  # type: ignore[misc]
     islands: bool = True,
     verify: bool | None = None,
     fit: Sequence[str] = FITS,
+    blocks: Mapping[str, int] | None = None,
 ) -> Any:
     """``fn``, planned over ``mesh`` and compiled, in the place of ``jax.jit(fn)``.
 
@@ -108,7 +109,12 @@ def auto(  # type: ignore[misc]
         verify: whether to compile a plan near the memory limit, and to plan again if the compiled peak exceeds the
             limit (`shardplan.plans.feedback`). None: for a mesh of real GPUs of one process.
         fit: the means to fit a step that exceeds the memory limit in every layout. ``("recompute",)`` computes values
-            of the forward part again in the backward part (``plan.recomputed``). With ``()`` such a step is refused.
+            of the forward part again in the backward part (``plan.recomputed``). ``"blocks"`` runs parts of the step
+            in blocks of an index, as gradient accumulation and chunked losses do (``plan.blocks``). With ``()`` such a
+            step is refused.
+        blocks: what is to run in blocks whether it fits or not: the number of blocks by the path of an argument, whose
+            first dimension is divided, or by a path and a dimension, ``1/image[2]``. ``"batch"`` stands for the
+            largest argument that is no state.
 
     Returns:
         A callable with ``.plan(*args)`` and ``.lower(*args)``.

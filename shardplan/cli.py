@@ -34,7 +34,7 @@ import numpy as np
 from shardplan.audits.audit import audit
 from shardplan.audits.junit import save_junit
 from shardplan.auto import plan as make_plan
-from shardplan.cli_arguments import load_step, parse_pins, parse_positions
+from shardplan.cli_arguments import load_step, parse_blocks, parse_pins, parse_positions
 from shardplan.compare import DEFAULT_METHODS, compare
 from shardplan.compiled.target import targets
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
@@ -122,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_step(comparing)
     known = ", ".join(dict.fromkeys((*BASELINES, *METHODS, *PLACEMENT_METHODS)))
     comparing.add_argument("--methods", default=",".join(DEFAULT_METHODS), help=f"of {known} (default: %(default)s)")
+    comparing.add_argument("--plot", metavar="FILE", help="draw the methods as bars, into a PNG, SVG or PDF file")
     auditing = command("audit", _audit, "Compile a plan for GPUs without one, and hold the plan against that.")
     _add_step(auditing, from_file=True)
     auditing.add_argument("--target", default="h100", choices=targets(), help="GPU type (default: %(default)s)")
@@ -132,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         help="allowed difference of bytes, as a fraction (default: %(default)s)",
     )
     auditing.add_argument("--junit", metavar="FILE", help="write the result as a JUnit report")
+    auditing.add_argument("-o", "--output", metavar="FILE", help="write the plan and the compiled program as a page")
     explaining = command("explain", _explain, "Say why an argument or an operation is laid out as it is.")
     _add_step(explaining, from_file=True)
     explaining.add_argument("path", help="a path of arguments (globs allowed), or an operation: op12, 'model.py:31*'")
@@ -143,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     differing.add_argument("one", help="a file written by `shardplan plan --save`")
     differing.add_argument("other", help="another one")
     differing.add_argument("--json", action="store_true", help="print JSON")
+    differing.add_argument("-o", "--output", metavar="FILE", help="write both plans side by side as a page")
     differing.add_argument(
         "--exit-code", action="store_true", help="exit with 1 if the plans differ, as `git diff` does"
     )
@@ -178,6 +181,7 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
         metavar="MEANS",
         help="what may make a step fit where no layout does, or none (default: %(default)s)",
     )
+    parser.add_argument("--blocks", action="append", default=[], metavar="PATH=N", help="as 'batch=8'; repeatable")
     parser.add_argument("--verify", action="store_true", help="compile plans near the memory limit, and keep within it")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -200,6 +204,7 @@ def _plan_options(options: argparse.Namespace) -> dict[str, Any]:
         "refine": options.refine,
         "verify": options.verify,
         "fit": () if options.fit == "none" else tuple(options.fit.split(",")),
+        "blocks": parse_blocks(options.blocks) or None,
     }
 
 
@@ -260,6 +265,8 @@ def _compare(options: argparse.Namespace) -> int:
         }
         for row in comparison
     ]
+    if options.plot:
+        comparison.save_plot(options.plot)
     _print(options, {"mesh": comparison.mesh_axes, "rows": rows}, comparison)
     return 0
 
@@ -303,6 +310,8 @@ def _audit(options: argparse.Namespace) -> int:
     }
     if options.junit:
         save_junit(found, options.junit, options.step, options.tolerance)
+    if options.output:
+        found.to_html(options.output)
     _print(options, record, f"{found}\n\n{found.overlap()}" if agrees else f"{found}\n\n{found.details()}")
     return 0 if agrees else 1
 
@@ -318,7 +327,8 @@ def _report(options: argparse.Namespace) -> int:
     if options.compare:
         step = load_step(_step_of(plan, options) if options.step.endswith(".json") else options.step)
         own = plan.recipe.options
-        chosen = {name: getattr(own, name) for name in ("memory_limit", "objective", "hardware", "donate_argnums")}
+        names = ("memory_limit", "objective", "hardware", "pins", "donate_argnums", "reduce_dtype")
+        chosen = {name: getattr(own, name) for name in names}
         comparison = compare(step.fn, plan.mesh, *step.args, methods=DEFAULT_METHODS[1:], **chosen)
     plan.to_html(options.output, comparison)
     _print(options, {"page": options.output, **plan_record(plan)}, f"{options.output}: {plan_line(plan)}")
@@ -329,7 +339,10 @@ def _diff(options: argparse.Namespace) -> int:
     difference = Plan.load(options.one).diff(Plan.load(options.other))
     specs = {path: [None if s is None else list(s) for s in pair] for path, pair in difference.layouts.items()}
     traffic = [{"kind": k, "axes": axes, "bytes": pair} for (k, axes), pair in difference.traffic.items()]
-    _print(options, {"layouts": specs, "collectives": traffic, "figures": difference.measures}, difference)
+    if options.output:
+        difference.to_html(options.output)
+    record = {"layouts": specs, "collectives": traffic, "figures": difference.measures, "programs": difference.programs}
+    _print(options, record, difference)
     return int(options.exit_code and bool(difference))
 
 

@@ -98,6 +98,21 @@ def parse_pins(texts: Sequence[str]) -> dict[str, PartitionSpec]:
     return dict(pins)
 
 
+def parse_blocks(texts: Sequence[str]) -> dict[str, int]:
+    """Numbers of blocks by the paths of arguments, from ``batch=8``.
+
+    >>> parse_blocks(["1/image[1]=4", "1/image[2]=4"])
+    {'1/image[1]': 4, '1/image[2]': 4}
+    """
+    found = {}
+    for text in texts:
+        path, _, count = text.rpartition("=")
+        if not path or not count.isdecimal():
+            raise ArgumentError(f"blocks are written as PATH=N, such as `batch=8`, got `{text}`")
+        found[path] = int(count)
+    return found
+
+
 def _entry(text: str) -> str | tuple[str, ...] | None:
     if text in ("-", "", "None"):
         return None

@@ -17,6 +17,7 @@ such a row are those of the busiest device. With one of them, all rows are simul
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardplan.auto import options_from
 from shardplan.common.tables import html_table, size_cell, text_table
+from shardplan.compare_plot import save_plot
 from shardplan.errors import ArgumentError, InfeasibleError
 from shardplan.hardware import load
 from shardplan.layout.mesh import GivenMesh, as_mesh, mesh_axes, with_auto_axes
@@ -113,6 +115,13 @@ class Comparison:
             if row.method == method:
                 return row
         raise KeyError(f"`{method}` was not compared; there are {', '.join(row.method for row in self.rows)}")
+
+    def save_plot(self, path: str | os.PathLike[str]) -> None:
+        """Writes bytes sent and peak memory as bars, as PNG, SVG or PDF by the end of the path.
+
+        Raises ArgumentError without Matplotlib (the extra `notebook`), and for a path that cannot be written.
+        """
+        save_plot(self.rows, self._title(), path)
 
     def __str__(self) -> str:
         return f"{self._title()}\n{text_table(self._header(), self._cells(), numbers=self._numbers())}"

@@ -20,7 +20,7 @@ from shardplan.layout.objectives import OBJECTIVES
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
-FITS = ("recompute",)
+FITS = ("recompute", "blocks")
 """What a plan may do where a step does not fit."""
 
 MOST_REFINED = 8
@@ -50,6 +50,7 @@ class Options:
     keep_unused: bool = False
     compiler_options: Mapping[str, Any] | None = None
     fit: Sequence[str] = FITS
+    blocks: Mapping[str, int] | None = None
     results: Mapping[str, PartitionSpec] | None = None
     """The layouts of results by their paths, from ``out_shardings`` or their types. Planning sets them."""
 
@@ -74,6 +75,7 @@ class Options:
         if self.verify is not None and not isinstance(self.verify, bool):
             raise ArgumentError(f"verify is True, False or None, got `{self.verify!r}`")
         _check_fit(self.fit)
+        _check_blocks(self.blocks)
         if not isinstance(self.keep_unused, bool):
             raise ArgumentError(f"keep_unused is True or False, got `{self.keep_unused!r}`")
         if self.compiler_options is not None and not isinstance(self.compiler_options, Mapping):
@@ -129,6 +131,16 @@ def _check_fit(given: Any) -> None:
     if words:
         known = ", ".join(map(repr, FITS))
         raise ArgumentError(f"fit is a tuple of what may make a step fit, of {known}, or (); got {', '.join(words)}")
+
+
+def _check_blocks(given: Any) -> None:
+    if given is not None and not isinstance(given, Mapping):
+        raise ArgumentError(
+            f"blocks map paths of arguments to numbers of blocks, such as {{'batch': 8}}; got `{given!r}`"
+        )
+    for path, count in (given or {}).items():
+        if not isinstance(path, str) or isinstance(count, bool) or not isinstance(count, int) or count < 2:
+            raise ArgumentError(f"blocks map paths to numbers of blocks from 2 on, got `{path!r}: {count!r}`")
 
 
 def _check_reduce_dtype(given: Any) -> None:

@@ -122,7 +122,8 @@ def test_page_of_a_step(capsys: pytest.CaptureFixture[str], folder: Path):
     text = (folder / "page.html").read_text()
     assert "shardplan report train:step --mesh data=2,model=4" in text
     assert "--pin 0/params/layer_0/kernel=-,data" in text
-    assert '"fsdp",' in text
+    assert '"fsdp",' in text and "--compare" in text
+    assert "exclude each other" in text  # what the pin leaves of data parallelism
 
 
 def test_page_of_a_saved_plan(capsys: pytest.CaptureFixture[str], folder: Path):
@@ -150,8 +151,8 @@ def test_compare_as_json(capsys: pytest.CaptureFixture[str]):
 def test_difference_as_json(capsys: pytest.CaptureFixture[str]):
     run("plan train:step --mesh data=8 --save one.json", capsys)
     run("plan train:step --mesh data=8 --pin 0/params/layer_0/kernel=data --save two.json", capsys)
-    status, output, _ = run("diff one.json two.json --json", capsys)
-    assert status == 0
+    status, output, _ = run("diff one.json two.json --json -o diff.html", capsys)
+    assert status == 0 and "Two plans" in Path("diff.html").read_text()
     assert json.loads(output)["layouts"]["0/params/layer_0/kernel"][1] == ["data"]
 
 
@@ -170,6 +171,8 @@ def test_an_audit_outside_of_its_tolerance_is_status_1(
         record = json.loads(output)
         assert status == expected
         assert record["ratio"] == pytest.approx(1.1) and record["within_tolerance"] == (not expected)
+    run(f"{command} -o audit.html", capsys)
+    assert "planned and compiled for h100" in Path("audit.html").read_text()
 
 
 def test_exit_code_of_a_difference(capsys: pytest.CaptureFixture[str]):

@@ -1,6 +1,7 @@
 """Comparisons: baselines are what their names say, and never beat the planner."""
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -257,3 +258,18 @@ def test_a_search_without_a_bound(monkeypatch: pytest.MonkeyPatch):
     assert row.lower_bound == found["exact"].lower_bound
     assert row.objective >= found["exact"].objective
     assert "lower bound" in str(row.plan.diff(found["exact"].plan))  # type: ignore[arg-type]
+
+
+def test_plot(tmp_path: Path):
+    """It is written in the format of the path, and another format is refused."""
+    pytest.importorskip("matplotlib")
+    square = jax.ShapeDtypeStruct((256, 256), "float32")
+    found = shardplan.compare(lambda x, w: (x, x @ w), "data=8", square, square, methods=("exact", "fsdp"))
+    found.save_plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    found.save_plot(tmp_path / "plot.svg")
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
+    for path in ("plot.unknown", "missing/plot.png"):
+        with pytest.raises(ArgumentError, match="cannot write the plot to"):
+            found.save_plot(tmp_path / path)
+    assert len(list(tmp_path.iterdir())) == 2

@@ -50,7 +50,8 @@ class Replay:
         self._held: dict[tuple[int, Layout], Any] = {}
         self._makers = self._program.makers
         self._pinned_slices = gathered_slices(schedule)
-        self._unrounded = widened_terms(self._program) if mesh.devices.flat[0].platform == "cpu" else frozenset[int]()
+        on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+        self._unrounded = widened_terms(self._program) if on_cpu else frozenset[int]()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the program on traced inputs; returns its results in the order of the flattened outputs."""

@@ -10,14 +10,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
 
 from shardplan.audits.attribution import OperationTraffic, PlannedCollective, attribute, axes_in_order
+from shardplan.audits.audit_page import audit_page
 from shardplan.audits.compiled_overlap import CompiledTime, compiled_time
 from shardplan.common.tables import html_table, size_cell, size_text, text_table
 from shardplan.compiled.hlo.collectives import KINDS
@@ -30,6 +32,7 @@ from shardplan.compiled.program import measure as measure
 from shardplan.compiled.rematerialization import Rematerialization, caught_rematerializations
 from shardplan.compiled.target import gpu_mesh, only_described
 from shardplan.errors import ArgumentError, no_plan
+from shardplan.pages.page import write_page
 from shardplan.plans.plan_data import PlanData
 from shardplan.program.missing_libraries import name_missing_library
 from shardplan.timing.step_time import StepTime
@@ -87,6 +90,7 @@ class Audit:
         compiled_time: the same with the overlap of the compiler's schedule.
         rematerialized: tensors that XLA gathers whole for want of collectives ("involuntary full rematerialization"),
             each with the source line of its operation.
+        plan: the audited plan, for ``to_html``.
     """
 
     target: str
@@ -99,6 +103,7 @@ class Audit:
     compiled_time: CompiledTime | None = None
     predicted_host_bytes: float = 0.0
     rematerialized: tuple[tuple[Rematerialization, str], ...] = ()
+    plan: PlanData | None = field(default=None, repr=False)
 
     @property
     def ratio(self) -> float:
@@ -175,7 +180,8 @@ class Audit:
         rows += [("host memory", "", "", "", *_pair(*host), "")] if any(host) else []
         return rows
 
-    def _verdict(self) -> str:
+    def verdict(self) -> str:
+        """The ratio of the bytes, with what no planned collective explains and what XLA gathers whole."""
         unexplained = f"{size_text(self.unexplained_bytes)} that no planned collective explains"
         counted = f"{self.compiled.counted_once}{self._gathered()}"
         return f"compiled / predicted bytes: {self.ratio:.4f}; {unexplained}{self._times()}{counted}"
@@ -198,14 +204,21 @@ class Audit:
         ]
         return f"\nof collectives, what makes the step longer: {pairs[0]}; what hides behind work: {pairs[1]}"
 
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the audit as one HTML page: the plan and the compiled program side by side, with their memory.
+
+        Raises ArgumentError for a path that cannot be written.
+        """
+        write_page(path, audit_page(self, self.plan))
+
     def __str__(self) -> str:
         place = f" for {self.target}" if self.target else ""
         mesh = ", ".join(f"{name}={size}" for name, size in self.compiled.mesh_axes.items())
         title = f"Audit{place}, mesh ({mesh}); per device and step, compiled in {self.compiled.compile_seconds:.1f} s"
-        return "\n".join((title, text_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 8)), self._verdict()))
+        return "\n".join((title, text_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 8)), self.verdict()))
 
     def _repr_html_(self) -> str:
-        return html_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 8), caption=self._verdict())
+        return html_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 8), caption=self.verdict())
 
 
 _AUDIT_HEADER = (
@@ -239,7 +252,7 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
     planned = plan if isinstance(plan, PlanData) else None
     library = name_missing_library(planned.program if planned else None)
     with caught_rematerializations() as gathered, only_described(), library:
-        report = measure(plan.lower(mesh), axes)
+        report = measure(plan.lower(mesh), axes, live_ranges=planned is not None)
     return Audit(
         target=target,
         predicted=_planned(plan.collectives, axes),
@@ -251,6 +264,7 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         compiled_time=compiled_time(planned, report) if planned else None,
         predicted_host_bytes=planned.host_bytes if planned else 0.0,
         rematerialized=tuple((one, _source_of(one, planned)) for one in gathered),
+        plan=planned,
     )
 
 

@@ -15,17 +15,20 @@ from shardplan.errors import ArgumentError
 _FOLDER = Path(__file__).parent
 
 
-def page_text(title: str, data: Mapping[str, Any]) -> str:
-    """The page of some data. Names from the program are text: they come from JSON, in which `<` is escaped.
+def page_text(title: str, data: Mapping[str, Any], program: str = "page") -> str:
+    """The page of some data, drawn by ``program`` (page.js or sides.js).
+
+    Names from the user's program are text: they come from JSON, in which `<` is escaped.
 
     >>> "<script>alert" in page_text("a plan", {"inputs": ["<script>alert(1)</script>"]})
     False
     """
-    parts = {name: (_FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    names = ("page.html", "page.css", "base.js", f"{program}.js")
+    html, style, base, own = ((_FOLDER / name).read_text(encoding="utf-8") for name in names)
     encoded = json.dumps({"title": title, **data}, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         encoded = encoded.replace(character, f"\\u{ord(character):04x}")
-    return Template(parts["html"]).substitute(style=parts["css"], program=parts["js"], data=encoded)
+    return Template(html).substitute(style=style, base=base, program=own, data=encoded)
 
 
 def write_page(path: str | os.PathLike[str], text: str) -> None:

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,17 +71,24 @@ def priced_network(plan: PlanData) -> Network:
 
 
 def alternatives(
-    network: Network, choices: Sequence[int], variable: int, time_limit: float, gap: float = 0.0
+    network: Network,
+    choices: Sequence[int],
+    variable: int,
+    time_limit: float,
+    gap: float = 0.0,
+    most: int | None = None,
 ) -> list[Alternative]:
     """Every other possible choice of a variable, cheapest first.
 
     ``time_limit`` in seconds bounds the searches. ``gap`` is that of the planned choices, which another choice may
-    improve by as much."""
+    improve by as much. With ``most``, only so many of the cheapest ones in the first neighbourhood have a price."""
     deadline = time.monotonic() + time_limit
     present = network.cost(choices)
     own = network.costs[variable]
     possible = np.isfinite(own) & (np.arange(own.size) != choices[variable])
-    prices, complete = _local_prices(network, choices, variable, possible, deadline)
+    prices, complete = _local_prices(network, choices, variable, possible, deadline, most)
+    if most is not None:
+        possible &= np.isfinite(prices)
     least = prices if complete else np.full(own.size, -gap * abs(present))
     found = [Alternative(int(k), prices[k], least[k], False) for k in np.flatnonzero(possible)]
     if not complete:
@@ -116,7 +124,12 @@ def _with_bounds(
 
 
 def _local_prices(
-    network: Network, choices: Sequence[int], variable: int, possible: NDArray[np.bool_], deadline: float
+    network: Network,
+    choices: Sequence[int],
+    variable: int,
+    possible: NDArray[np.bool_],
+    deadline: float,
+    most: int | None,
 ) -> tuple[NDArray[np.float64], bool]:
     """Per choice, an upper bound of its price: the least of the searches of neighbourhoods. Whether the last one had
     all that the variable has to do with, and the prices are exact."""
@@ -129,12 +142,13 @@ def _local_prices(
         near = _nearest(around, variable, size)
         part = _part(network, around, choices, near)
         planned = part.cost([choices[v] for v in near])
-        solutions = list(_in_order(part, 0, possible, until))
+        solutions = list(islice(_in_order(part, 0, possible, until), most))
         for solution in solutions:
             choice = int(solution.choices[0])
             prices[choice] = min(prices[choice], max(0.0, solution.cost - planned))
         if len(near) < size:
-            solved = len(solutions) == possible.sum() and all(one.status == "optimal" for one in solutions)
+            all_found = len(solutions) == min(possible.sum(), most or possible.sum())
+            solved = all_found and all(one.status == "optimal" for one in solutions)
             return prices, solved
     return prices, False
 

@@ -25,8 +25,8 @@ from shardplan.plans.file import Statistics, argument_entry, check_collectives, 
 from shardplan.plans.pipeline import donated_places, rewritten, schedule_of
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe, ScheduleToBe
 from shardplan.problem.schedule import Schedule
+from shardplan.program.blocks import Blocks
 from shardplan.program.program import Program
-from shardplan.program.recompute import recomputable
 
 
 class KeptEntries(TypedDict):
@@ -36,6 +36,7 @@ class KeptEntries(TypedDict):
     choices: str
     network: str
     recomputed: tuple[int, ...] | None
+    blocks: tuple[Blocks, ...]
     objective: float
     lower_bound: float | None
     peak_bytes: float
@@ -57,6 +58,7 @@ def kept_entry(plan: PlanData, remarks: Sequence[bool]) -> dict[str, Any]:
         "choices": " ".join(map(str, plan.recipe.choices)),
         "network": plan.recipe.network,
         "recomputed": plain(plan.recipe.recomputed),
+        "blocks": [asdict(one) for one in plan.recipe.blocks],
         "objective": plan.objective,
         "lower_bound": plan.lower_bound if np.isfinite(plan.lower_bound) else None,
         "peak_bytes": float(plan.peak_bytes),
@@ -83,11 +85,14 @@ def restored(
     planned = [(argument.path, argument.shape, argument.dtype) for argument in entry["arguments"]]
     same = planned == [(value.name or "", value.shape, str(value.dtype)) for value in inputs]
     check(same, "entry.arguments", content["arguments"], "the arguments of the program")
-    recomputed, own = entry["recomputed"], None if entry["recomputed"] is None else program.fingerprint()
-    known = not recomputed or {*recomputed} <= recomputable(program)
-    check(known, "entry.recomputed", recomputed, "residuals of the program")
-    recipe = Recipe(options, choices_of(entry["choices"]), entry["network"], own, recomputed)
-    planned_program = rewritten(program, recipe)
+    changed = entry["recomputed"] is not None or bool(entry["blocks"]) or bool(options.blocks)
+    own = program.fingerprint() if changed else None
+    choices, network = choices_of(entry["choices"]), entry["network"]
+    recipe = Recipe(options, choices, network, own, entry["recomputed"], entry["blocks"])
+    try:
+        planned_program = rewritten(program, recipe, mesh)
+    except PlanMismatchError as error:
+        raise MalformedError(f"`entry`: {error}") from None
     figures = entry["objective"], entry["lower_bound"] or 0.0, entry["peak_bytes"], entry["host_bytes"]
     check(all(map(math.isfinite, figures)), "entry", figures, "finite numbers")
     check_layouts(entry["arguments"], entry["mesh"])

@@ -21,6 +21,7 @@ from shardplan.layout.layout import axes_of
 from shardplan.layout.mesh import GivenMesh, axes_across_hosts, hosts_by_devices, mesh_axes, shapes_of, with_auto_axes
 from shardplan.layout.objectives import OBJECTIVES
 from shardplan.options import Options
+from shardplan.plans.blocks_by_hand import blocks_by_hand, rows_of
 from shardplan.plans.cache import default_cache, key_of
 from shardplan.plans.cache_entry import kept_entry, restored
 from shardplan.plans.extra_figures import with_reports
@@ -59,11 +60,7 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
         spent = {"build": time.perf_counter() - started, "search": 0.0}
         plan = replace(plan, statistics={**plan.statistics, "cached": True, "seconds": spent})
     else:
-        fitting = Fitting(program, meshes[0])
-        plan = fitting.plan(options) if len(meshes) == 1 else _best(program, meshes, options)
-        fitting = fitting if plan.mesh is meshes[0] else Fitting(program, plan.mesh)
-        plan = verified(plan, options, fitting.plan)
-        plan = with_reports(plan, program, options)
+        plan = _made(program, meshes, options)
         on_operations = on_layouts = True
     said = (
         remarks_on_operations(plan.schedule) if on_operations else [],
@@ -75,6 +72,22 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
         warn(remark)
     seconds = {"trace": traced_seconds, **plan.statistics["seconds"]}
     return replace(plan, statistics={**plan.statistics, "seconds": seconds})
+
+
+def _made(program: Program, meshes: list[Mesh | AbstractMesh], options: Options) -> PlanData:
+    """The plan of a program, in the blocks that are asked for, with all its evidence."""
+    asked = blocks_by_hand(program, options.blocks or {}, mesh_axes(meshes[0]).device_count)
+    own = asked[-1].program if asked else program
+    fitting = Fitting(own, meshes[0])
+    plan = fitting.plan(options) if len(meshes) == 1 else _best(own, meshes, options)
+    fitting = fitting if plan.mesh is meshes[0] else Fitting(own, plan.mesh)
+    plan = with_reports(verified(plan, options, fitting.plan), own, options)
+    if not asked:
+        return plan
+    before = (program, *(one.program for one in asked[:-1]))
+    rows = [row for was, one in zip(before, asked, strict=True) for row in rows_of(was, one)]
+    statistics = {**plan.statistics, "blocks": [*rows, *plan.statistics.get("blocks", ())]}
+    return replace(plan, recipe=replace(plan.recipe, fingerprint=program.fingerprint()), statistics=statistics)
 
 
 def _meshes(mesh: GivenMesh, options: Options) -> list[Mesh | AbstractMesh]:

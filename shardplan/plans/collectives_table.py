@@ -6,12 +6,15 @@ from shardplan.common.tables import size_cell, text_table
 from shardplan.plans.plan_data import PlanData, PlannedCollective
 from shardplan.plans.report import glob_of
 
+Group = tuple[str, str, str, str, str]
+"""Kind, mesh axes, tensor, operation and source line of equal collectives."""
+
 _HEADER = ("collective", "mesh axes", "tensor", "operation", "source", "times", "MB sent", "share")
 
 
 def collectives_table(plan: PlanData, limit: int) -> str:
     """The text of ``Plan.table``."""
-    groups: dict[tuple[str, ...], list[PlannedCollective]] = {}
+    groups: dict[Group, list[PlannedCollective]] = {}
     for collective in plan.collectives:
         groups.setdefault(_group(collective), []).append(collective)
     total = plan.communication_bytes
@@ -37,7 +40,17 @@ def collectives_table(plan: PlanData, limit: int) -> str:
     return text_table(_HEADER, rows, numbers=(5, 6, 7))
 
 
-def _group(collective: PlannedCollective) -> tuple[str, ...]:
+def grouped_collectives(plan: PlanData) -> dict[Group, list[float]]:
+    """The times and the bytes of a plan's collectives, those of equal layers together."""
+    found: dict[Group, list[float]] = {}
+    for one in plan.collectives:
+        sums = found.setdefault(_group(one), [0.0, 0.0])
+        sums[0] += one.times
+        sums[1] += one.bytes * one.times
+    return found
+
+
+def _group(collective: PlannedCollective) -> Group:
     """What collectives of equal layers have in common."""
     name = collective.tensor
     tensor = "value" if name.startswith("value ") else glob_of(name)

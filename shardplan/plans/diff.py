@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from math import isfinite
 
 from jax.sharding import PartitionSpec
 
 from shardplan.common.tables import size_cell, text_table
+from shardplan.pages.page import write_page
+from shardplan.plans.diff_page import diff_page
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.report import glob_of, mesh_text, objective_text, planned_traffic
 
@@ -23,19 +26,37 @@ class PlanDifference:
             argument.
         traffic: kind and mesh axes to the bytes that one device sends in either plan, where they differ.
         measures: name to the figures of either plan, as text, where they differ.
+        programs: the names and fingerprints of the planned programs, where these differ.
     """
 
     layouts: dict[str, tuple[PartitionSpec | None, PartitionSpec | None]]
     traffic: dict[tuple[str, tuple[str, ...]], tuple[float, float]]
     measures: dict[str, tuple[str, str]]
+    programs: tuple[str, str] | None = None
+    plans: tuple[PlanData, PlanData] | None = field(default=None, repr=False, compare=False)
 
     def __bool__(self) -> bool:
-        return bool(self.layouts or self.traffic or self.measures)
+        return bool(self.layouts or self.traffic or self.measures or self.programs)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes both plans as one HTML page: figures, collectives, layouts, and memory over the step, side by side.
+
+        The memory needs plans with their programs. Raises ArgumentError for a path that cannot be written.
+        """
+        assert self.plans is not None
+        write_page(path, diff_page(self.plans, [self._programs_text()] if self.programs else []))
+
+    def _programs_text(self) -> str:
+        one, other = self.programs or ("", "")
+        return (
+            f"The plans are of two programs, {one} and {other}: arguments are compared by their paths, collectives by "
+            "kind, mesh axes, tensor and source line."
+        )
 
     def __str__(self) -> str:
         if not self:
             return "the plans are equal"
-        tables = []
+        tables = [self._programs_text()] if self.programs else []
         if self.measures:
             tables.append(text_table(("", "this", "other"), [(k, *pair) for k, pair in self.measures.items()], (1, 2)))
         if self.traffic:
@@ -75,7 +96,17 @@ def compare_plans(one: PlanData, other: PlanData) -> PlanDifference:
         {path: pair for path, pair in layouts.items() if pair[0] != pair[1]},
         {key: pair for key, pair in traffic.items() if abs(pair[0] - pair[1]) > 0.5},
         measures,
+        _programs(one, other),
+        (one, other),
     )
+
+
+def _programs(one: PlanData, other: PlanData) -> tuple[str, str] | None:
+    """The names of two programs with the beginnings of their fingerprints, None for the same program."""
+    if one.fingerprint == other.fingerprint:
+        return None
+    named = [f"`{plan.built.program.name}` " if plan.built is not None else "" for plan in (one, other)]
+    return f"{named[0]}({one.fingerprint[:12]})", f"{named[1]}({other.fingerprint[:12]})"
 
 
 def _measures(plan: PlanData) -> dict[str, str]:

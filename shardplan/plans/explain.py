@@ -40,7 +40,7 @@ def explain_plan(plan: PlanData, pattern: str, time_limit: float) -> str:
     operations = [] if arguments else [o for o in program.operations if _matches(o, pattern)]
     if not arguments and not operations:
         raise _no_match(plan, pattern)
-    explainer = _Explainer(plan)
+    explainer = Explainer(plan)
     groups: dict[Any, list[Any]] = {}
     for subject in arguments or operations:
         groups.setdefault(explainer.signature(subject), []).append(subject)
@@ -81,12 +81,14 @@ def _place(operation: Operation) -> str:
     return f"{operation.source} in {modules}" if modules else operation.source
 
 
-class _Explainer:
-    """Texts on one plan. ``time_limit`` in seconds is for the searches of each subject."""
+class Explainer:
+    """Texts on one plan. ``time_limit`` in seconds is for the searches of each subject, ``most`` the number of other
+    layouts of each that are priced, None for all."""
 
     time_limit = 0.0
 
-    def __init__(self, plan: PlanData) -> None:
+    def __init__(self, plan: PlanData, most: int | None = None) -> None:
+        self.most = most
         self._plan = plan
         self._schedule = plan.schedule
         self._program = plan.program
@@ -152,10 +154,8 @@ class _Explainer:
         reading = {_named(o) for o in readers}
         moves = [c for c in self._plan.collectives if c.tensor in tensors or c.operation in reading]
         lines.append(("collectives", [_collective(c) for c in _largest(moves)]))
-        domain = self._problem.domain(value.index)
-        variable = self._problem.variables_of(index)[0]
-        labels = [self._described(index, other) for other in domain.layouts]
-        lines.append(("other layouts", self._others(variable, labels)))
+        several = self._problem.variables_of(index)[0] is not None and len(self._problem.domain(index).layouts) > 1
+        lines.append(("other layouts", self._others(self.other_layouts(index), several)))
         return _paragraph(f"{name or 'argument'}", lines)
 
     def operation(self, operation: Operation) -> str:
@@ -185,19 +185,36 @@ class _Explainer:
         if variable is None:
             lines.append(("other splits", ["none of its own: the layout of its result decides"]))
         else:
-            options = self._problem.choices[operation.index].strategies
-            labels = [self._strategy(operation, option) if option else "" for option in options]
-            lines.append(("other splits", self._others(variable, labels)))
+            several = len(self._problem.choices[operation.index].strategies) > 1
+            lines.append(("other splits", self._others(self.other_splits(operation), several)))
         return _paragraph(_named(operation), lines)
 
-    def _others(self, variable: int | None, labels: Sequence[str]) -> list[str]:
+    def other_layouts(self, index: int) -> list[list[str]]:
+        """The other layouts of an argument, each with its price, cheapest first."""
+        domain = self._problem.domain(index)
+        labels = [self._described(index, other) for other in domain.layouts]
+        return self._priced(self._problem.variables_of(index)[0], labels)
+
+    def other_splits(self, operation: Operation) -> list[list[str]]:
+        """The other splits of an operation, each with its price, cheapest first. None for one without a choice."""
+        variable = self._problem.variable_of_operation(operation.index)
+        if variable is None or operation.bodies:
+            return []
+        options = self._problem.choices[operation.index].strategies
+        return self._priced(variable, [self._strategy(operation, option) if option else "" for option in options])
+
+    def _priced(self, variable: int | None, labels: Sequence[str]) -> list[list[str]]:
         if variable is None or len(labels) == 1:
-            return ["none: nothing divides it"]
+            return []
         choices = self._plan.recipe.choices
-        found = alternatives(priced_network(self._plan), choices, variable, self.time_limit, self._plan.gap)
-        if not found:
-            return ["none: it is pinned"]
-        return [f"{labels[other.choice]}: {self._extra(other)}" for other in found]
+        limits = self.time_limit, self._plan.gap, self.most
+        found = alternatives(priced_network(self._plan), choices, variable, *limits)
+        return [[labels[other.choice], self._extra(other)] for other in found]
+
+    def _others(self, priced: Sequence[Sequence[str]], several: bool) -> list[str]:
+        if not several:
+            return ["none: nothing divides it"]
+        return [f"{label}: {price}" for label, price in priced] or ["none: it is pinned"]
 
     def _extra(self, other: Alternative) -> str:
         """A price, or the interval that holds it."""

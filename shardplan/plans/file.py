@@ -33,6 +33,7 @@ from shardplan.layout.layout import axes_of
 from shardplan.layout.mesh import mesh_axes, with_auto_axes
 from shardplan.options import Options
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
+from shardplan.program.blocks import Blocks
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -62,7 +63,17 @@ class OptionEntries(TypedDict):
     keep_unused: bool
     compiler_options: Mapping[str, str | bool | float] | None
     fit: tuple[str, ...]
+    blocks: Mapping[str, int] | None
     results: Mapping[str, PartitionSpec] | None
+
+
+class BlocksRow(TypedDict):
+    index: str
+    count: tuple[int, ...]
+    module: str
+    operations: int
+    bytes: float | None
+    seconds: float | None
 
 
 class RecomputedRow(TypedDict):
@@ -137,6 +148,7 @@ class Statistics(TypedDict):
     refined: NotRequired[tuple[RefinedRow, ...]]
     verified: NotRequired[Verified]
     recomputed: NotRequired[tuple[RecomputedRow, ...]]
+    blocks: NotRequired[tuple[BlocksRow, ...]]
 
 
 class PlanEntries(TypedDict):
@@ -153,13 +165,14 @@ class PlanEntries(TypedDict):
     network: str
     choices: str
     recomputed: tuple[int, ...] | None
+    blocks: tuple[Blocks, ...]
 
 
 _RESOLVED = ("in_shardings", "out_shardings", "like")
 """Options that become pins and layouts of results after a trace."""
 
 _FORMAT = "shardplan plan"
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 
 
 def save_plan(plan: PlanData, path: str | PathLike[str]) -> None:
@@ -235,6 +248,7 @@ def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path
             network=entries["network"],
             fingerprint=entries["fingerprint"],
             recomputed=entries["recomputed"],
+            blocks=entries["blocks"],
         ),
         built=None,
         donated=entries["donated"],
@@ -296,6 +310,7 @@ def _content(plan: PlanData) -> dict[str, Any]:
         "network": plan.recipe.network,
         "choices": " ".join(map(str, plan.recipe.choices)),
         "recomputed": plain(plan.recipe.recomputed),
+        "blocks": [asdict(one) for one in plan.recipe.blocks],
     }
 
 

@@ -1,8 +1,9 @@
 """Plans within a memory limit: by layouts, and where no layout fits by the other means that the options allow.
 
-A step that fits is planned as if there were no other means. Else each of them, in the order of `MEANS`, plans within
-the limit, from the plan without a limit. Layouts that fit and cost more than that plan are compared with what the other
-means find, by the predicted time of the step.
+A step that fits is planned as if there were no other means. Else each of them plans within the limit, from the plan
+without a limit, and the plan with the shortest step is taken. Layouts that fit and cost more than that plan are
+compared with what the other means find, by the predicted time of the step. Where none of them is enough, the program
+that computes its largest residuals again runs in blocks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardplan.errors import InfeasibleError
 from shardplan.options import Options
+from shardplan.plans.blocked_plan import BlockedPlans
 from shardplan.plans.pipeline import check_arguments, memory_limit_of, plan_program
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.recomputed_plan import RecomputedPlans
@@ -36,10 +38,15 @@ class FittingPlans(Protocol):
 
 
 MEANS: Mapping[str, Callable[[Program, PlanData, Options, Stopwatch], FittingPlans]] = MappingProxyType(
-    {"recompute": RecomputedPlans}
+    {"recompute": RecomputedPlans, "blocks": BlockedPlans}
 )
 """What may make a step fit where no layout does, by the word of the option ``fit``. Each is made of the plan without a
 limit."""
+
+_BOTH = "blocks of what is recomputed"
+
+_FEW_SECONDS = 0.02
+"""The share of a step by which it may be longer before a second means is tried."""
 
 
 class Fitting:
@@ -79,18 +86,35 @@ class Fitting:
         self._free, self._refused = free, max(refused, self._refused)
 
     def by_other_means(self, options: Options, watch: Stopwatch) -> PlanData:
-        """The plan by the first means that the options allow and that fits.
+        """The plan by what the options allow, with the shortest step of those that fit.
 
         Raises InfeasibleError with the least peak of all where none does."""
         assert self._free is not None
-        limit, refused = memory_limit_of(options), list[InfeasibleError]()
+        limit, refused, found = memory_limit_of(options), list[InfeasibleError](), list[PlanData]()
         check_arguments(self._free.schedule.problem, limit)
-        for word, means in MEANS.items():
-            if word in options.fit:
+        shortest = (1 + _FEW_SECONDS) * _seconds(self._free)
+        for word in MEANS:
+            if word in options.fit and not any(_seconds(plan) <= shortest for plan in found):
                 try:
-                    if word not in self._means:
-                        self._means[word] = means(self._program, self._free, options, watch)
-                    return self._means[word].within(limit, watch)
+                    found.append(self._by(word, self._free, options, watch).within(limit, watch))
                 except InfeasibleError as error:
                     refused.append(error)
-        raise min(refused, key=lambda error: error.least_peak_bytes)
+        recomputed = self._means.get("recompute")
+        if not found and "blocks" in options.fit and isinstance(recomputed, RecomputedPlans):
+            try:
+                found.append(self._by(_BOTH, recomputed.for_blocks(watch), options, watch).within(limit, watch))
+            except InfeasibleError as error:
+                refused.append(error)
+        if found:
+            return min(found, key=_seconds)
+        least = min(error.least_peak_bytes for error in refused)
+        raise InfeasibleError(". ".join(str(error).rstrip(".") for error in refused), least)
+
+    def _by(self, word: str, free: PlanData, options: Options, watch: Stopwatch) -> FittingPlans:
+        if word not in self._means:
+            self._means[word] = MEANS["blocks" if word == _BOTH else word](self._program, free, options, watch)
+        return self._means[word]
+
+
+def _seconds(plan: PlanData) -> float:
+    return step_time(plan.schedule).seconds

@@ -26,6 +26,7 @@ from shardplan.optimize.searches import SEARCHES
 from shardplan.optimize.solve_once import FoundSchedule, Search
 from shardplan.optimize.step_time_objective import LEAST_SHARE
 from shardplan.options import Options, as_positions
+from shardplan.plans.blocks_by_hand import blocks_by_hand
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.hard_layouts import hard_layouts, named_orders, undivided
@@ -33,6 +34,7 @@ from shardplan.problem.host_memory import host_bytes
 from shardplan.problem.schedule import Schedule
 from shardplan.problem.shared_tables import SharedTables
 from shardplan.problem.uneven_sizes import padded_sizes
+from shardplan.program.blocks import in_blocks
 from shardplan.program.program import Operation, Program
 from shardplan.program.recompute import recomputable, recomputing
 from shardplan.program.regions.region import region_of
@@ -181,16 +183,28 @@ def rebuild(plan: Made, program: Program) -> Made:
     raise PlanMismatchError("the plan was made by another version of shardplan, with other prices: plan again")
 
 
-def rewritten(program: Program, recipe: Recipe) -> Program:
-    """The program that a recipe plans, which may make some values again.
+def rewritten(program: Program, recipe: Recipe, mesh: Mesh | AbstractMesh) -> Program:
+    """The program that a recipe plans, which may make some values again and run in blocks.
 
     Raises PlanMismatchError where it has no such values.
     """
-    if recipe.recomputed is None:
-        return program
-    if not {*recipe.recomputed} <= recomputable(program):
-        raise PlanMismatchError("the plan computes other values again than the program has: plan again")
-    return recomputing(program, frozenset(recipe.recomputed))
+    program = asked_for(program, recipe.options, mesh)
+    if recipe.recomputed is not None:
+        if not {*recipe.recomputed} <= recomputable(program):
+            raise PlanMismatchError("the plan computes other values again than the program has: plan again")
+        program = recomputing(program, frozenset(recipe.recomputed))
+    for blocks in recipe.blocks:
+        known = all(0 <= v < len(program.values) and 0 <= d < len(program.values[v].shape) for v, d in blocks.seeds)
+        if not known or len(blocks.counts) != len(blocks.seeds) or min(blocks.counts, default=0) < 2:
+            raise PlanMismatchError("the plan runs other blocks than the program has: plan again")
+        program = in_blocks(program, blocks).program
+    return program
+
+
+def asked_for(program: Program, options: Options, mesh: Mesh | AbstractMesh) -> Program:
+    """The program in the blocks that the user asks for."""
+    found = blocks_by_hand(program, options.blocks or {}, mesh_axes(mesh).device_count)
+    return found[-1].program if found else program
 
 
 def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> Schedule:
@@ -198,7 +212,7 @@ def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> 
 
     Raises PlanMismatchError if this version builds another problem of it.
     """
-    problem = build_problem(rewritten(program, recipe), mesh, recipe.options)
+    problem = build_problem(rewritten(program, recipe, mesh), mesh, recipe.options)
     if problem.variables.digest() != recipe.network:
         raise PlanMismatchError(
             "the plan was made by another version of shardplan, with other numbers of layouts: plan again"

@@ -22,7 +22,7 @@ from shardplan.plans.diff import PlanDifference, compare_plans
 from shardplan.plans.explain import explain_plan
 from shardplan.plans.file import document_of, load_plan, plan_of_document, save_plan
 from shardplan.plans.hotspots import hotspots_text
-from shardplan.plans.page_head import Compared, plan_page
+from shardplan.plans.page_head import Compared, notebook_page, plan_page
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.planned_function import PlannedFunction
 from shardplan.plans.report import donatable_bytes, plan_html, plan_line, plan_text
@@ -84,16 +84,21 @@ class Plan(PlanData):
         """
         return logical_rules(self.layouts, names)
 
-    def to_python(self, fn: Callable[..., Any] | None = None, target: str = "h100") -> str:
-        """Python text that runs the step under ``jax.jit`` with the plan's layouts of arguments and results.
+    def to_python(self, fn: Callable[..., Any] | None = None, target: str = "h100", whole: bool | None = None) -> str:
+        """Python text that runs the step under ``jax.jit`` as planned. It needs JAX alone.
 
-        It needs JAX alone: the mesh, rules by path, and a function ``sharded(step, mesh, *arguments)``. Layouts inside
-        of the step are left to XLA. With the planned function ``fn``, the text is compiled for ``target`` (by the extra
-        ``audit``) and says whether the bytes are the plan's within 2 %.
+        With ``whole=True`` it is the program written out, with all layouts and collectives: ``sharded(mesh,
+        *arguments)`` gives the step. With ``whole=False`` it has the layouts of arguments and results, for the user's
+        own function: ``sharded(step, mesh, *arguments)``. XLA chooses those inside.
 
-        Raises ArgumentError for a step with keyword arguments, static ones, references, or tensors in host memory.
+        By default the text is whole. With the planned function ``fn`` it is compiled for ``target`` (by the extra
+        ``audit``): the layouts at the boundaries are enough where they give the plan's bytes within 2 %. The text
+        states the compiled bytes.
+
+        Raises ArgumentError for a step with keyword arguments, static ones, references, or tensors in host memory, and
+        for operations without a public name in JAX.
         """
-        return python_text(self, fn, target)
+        return python_text(self, fn, target, whole)
 
     def place(self, tree: Any, argument: int | str | None = None) -> Any:
         """An argument, such as a batch, in its planned layout. Each of several processes may give its own rows.
@@ -198,7 +203,8 @@ class Plan(PlanData):
         return plan_text(self)
 
     def _repr_html_(self) -> str:
-        return plan_html(self)
+        """A short form, and the page of ``to_html`` in a frame where the program has up to 2,000 operations."""
+        return plan_html(self) + notebook_page(self)
 
 
 def _unpickled(document: Mapping[str, Any]) -> Plan:

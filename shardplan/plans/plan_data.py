@@ -22,6 +22,7 @@ from shardplan.options import Options
 from shardplan.plans.argument_placement import place_captured
 from shardplan.plans.result_layouts import of_type
 from shardplan.problem.schedule import Schedule
+from shardplan.program.blocks import Blocks
 from shardplan.program.call_arguments import type_text
 from shardplan.program.missing_libraries import check_libraries
 from shardplan.program.program import Program
@@ -82,6 +83,8 @@ class Recipe:
     recomputed: tuple[int, ...] | None = None
     """The values of the user's own program that are computed again (`shardplan.program.recompute`), None where it is
     planned as it is."""
+    blocks: tuple[Blocks, ...] = ()
+    """What runs in blocks to fit, one rewriting after another, of the program that computes these values again."""
 
 
 class ScheduleToBe:
@@ -136,6 +139,16 @@ class PlanData:
         ``count``: of the values; ``bytes``: of a device that no longer wait for the backward part; ``flops`` and
         ``seconds``: that a device works longer, by the hardware profile. Nothing where the step fits as it is."""
         return tuple(self.statistics.get("recomputed", ()))
+
+    @property
+    def blocks(self) -> tuple[Mapping[str, Any], ...]:
+        """What runs in blocks, a row for each loop.
+
+        ``index``: a dimension of an argument, as `1/tokens[0]`, or of what a module makes; ``count``: of blocks of each
+        index; ``module``: where most operations are; ``operations``: their number. ``bytes``: of a device that the
+        loops free, and ``seconds``: that a device works longer, as estimated, in the first row of those that were
+        chosen; None where they were asked for."""
+        return tuple(self.statistics.get("blocks", ()))
 
     @property
     def mesh_axes(self) -> dict[str, int]:

@@ -40,6 +40,9 @@ _MOST_CHOICES = 6
 _LEAST_CHOICES = 3
 """As many are made where none before has kept within the limit, also after the time limit."""
 
+_LARGE = 1 / 2
+"""The share of the largest residual from which on residuals are recomputed where the program runs in blocks."""
+
 _NEAR = 0.97
 """The share of the limit from which on a plan that fits is not looked for with less recomputed."""
 
@@ -89,6 +92,13 @@ class RecomputedPlans:
             least = min(error.least_peak_bytes, leanest.peak_bytes)
             said = f"That is with {len(leanest.chosen)} values computed again, as many as save memory."
             raise InfeasibleError(f"{error} {said}", least) from None
+
+    def for_blocks(self, watch: Stopwatch) -> PlanData:
+        """The plan that computes the largest residuals again, as those of attention: what is made of them late is then
+        near to where it is read, and one loop can have both."""
+        least = _LARGE * max(self._graph.sizes.values(), default=0.0)
+        large = frozenset(value for value, size in self._graph.sizes.items() if size >= least)
+        return self._reported(self._rewritten(large, watch), watch)
 
     # ---- what is recomputed
 

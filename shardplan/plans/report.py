@@ -21,6 +21,7 @@ from shardplan.common.tables import html_table, size_cell, size_text, text_table
 from shardplan.hardware import load
 from shardplan.layout.layout import axes_of
 from shardplan.layout.objectives import OBJECTIVES
+from shardplan.plans.blocks_report import blocks_text
 from shardplan.plans.plan_data import PlanData, PlannedArgument
 from shardplan.plans.recomputed_report import recomputed_text
 from shardplan.plans.repeated_work_report import repeated_text
@@ -242,6 +243,7 @@ def plan_record(plan: PlanData) -> dict[str, Any]:
         "host_bytes": float(plan.host_bytes),
         "verified": plan.verified,
         "recomputed": list(plan.recomputed),
+        "blocks": list(plan.blocks),
         **_time_record(plan),
         "collectives": [
             {"kind": kind, "axes": axes, "times": times, "bytes": sent}
@@ -319,6 +321,7 @@ _LINE_TEXTS = (
     results_text,
     memory_text,
     recomputed_text,
+    blocks_text,
     donating_text,
 )
 """The texts of a plan of one line each. An empty text has no line."""

@@ -80,6 +80,37 @@ def trace_program(
     return prune(clone_broadcasts(prune(reuse_results(prune(hoisted), every=builder.unrolled))))
 
 
+def retraced(program: Program, run: Callable[..., Any]) -> Program:
+    """A program that computes the same in another way: ``run`` takes the inputs and captured arrays of ``program``, in
+    their order, and gives its outputs. Names, ties and trees are those of ``program``."""
+    captured = [value for value in program.captured if value not in program.inputs]
+    taken = [program.values[value] for value in (*program.inputs, *captured)]
+    closed = _jax.trace(run, [_jax.shape_of(value) for value in taken], {}).jaxpr
+    builder, jaxpr = _Builder(), closed.jaxpr
+    new = [
+        builder.new_value(var.aval, value.name, value.memory_kind)
+        for var, value in zip(jaxpr.invars, taken, strict=True)
+    ]
+    environment: dict[Any, int | Constant] = dict(zip(jaxpr.invars, new, strict=True))
+    held = dict(zip(new[len(program.inputs) :], (program.captured[value] for value in captured), strict=True))
+    for var, array in zip(jaxpr.constvars, closed.consts, strict=True):
+        environment[var] = value = builder.new_value(var.aval, None)
+        held[value] = array
+    outputs = tuple(builder.inline(jaxpr, environment, held))
+    inputs = tuple(new[: len(program.inputs)])
+    whole = Region(0, inputs, outputs, 1)
+    made = replace(
+        program,
+        values=tuple(builder.values),
+        operations=tuple(builder.operations),
+        inputs=inputs,
+        outputs=outputs,
+        captured=held,
+        regions=(whole, *builder.regions[1:]),
+    )
+    return prune(clone_broadcasts(prune(made)))
+
+
 _NAMING = "name"
 """What ``checkpoint_name`` leaves: its result is its operand. Checkpoint policies have read the names by now."""
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardplan.models import dlrm, gnn, mamba, unet3d, vgg
+from shardplan.models import darknet, dcgan, dlrm, gnn, inception, mamba, unet3d, vgg
 
 
 @pytest.mark.slow
@@ -16,6 +16,13 @@ from shardplan.models import dlrm, gnn, mamba, unet3d, vgg
         (vgg, "vgg-16", 138_357_544),
         (vgg, "vgg-19", 143_667_240),
         (vgg, "vgg-16-10k", 14_714_688),
+        (vgg, "vgg-19-10k", 20_024_384),
+        # The weights of Darknet; those of convolutions alone, with a bias per channel.
+        (darknet, "darknet-19", 20_842_376),
+        (darknet, "darknet-19-10k", 20_842_376 - 1_025_000 - 7_200),
+        (dcgan, "dcgan-tutorial", 3_576_704 + 2_765_568),
+        pytest.param(inception, "inception-v3", 27_161_264, marks=pytest.mark.long),
+        pytest.param(inception, "inception-v3-single", 23_834_568, marks=pytest.mark.long),
         (mamba, "mamba-130m", 129_135_360),
         pytest.param(mamba, "mamba-370m", 371_516_416, marks=pytest.mark.long),
         pytest.param(mamba, "mamba-790m", 793_204_224, marks=pytest.mark.long),
@@ -51,6 +58,52 @@ def test_checkpointed_stages_of_an_odd_size():
         state, _ = jax.jit(training.train_step)(training.init(), training.example())
         losses.append(jax.jit(training.train_step)(state, training.example())[1])
     np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+@pytest.mark.long
+def test_checkpointed_stages_of_darknet():
+    """They train as others."""
+    losses = []
+    for remat in (False, True):
+        config = darknet.Config(((1, 4), (2, 8)), classifier=False, normalised=False, image=12, batch=2, remat=remat)
+        training = darknet.training(config)
+        assert training.batch["targets"].shape == (2, 6, 6, 8)
+        state, _ = jax.jit(training.train_step)(training.init(), training.example())
+        losses.append(jax.jit(training.train_step)(state, training.example())[1])
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+@pytest.mark.long
+def test_networks_against_each_other():
+    """Each has the gradient of its own loss alone."""
+    training = dcgan.training(dcgan.SMALL)
+    state, batch = training.init(), training.example()
+    params, others = state["params"], {"batch_stats": state["batch_stats"]}
+
+    def losses(own, other):
+        loss = lambda params: training.loss_function(params, others, batch)[0]  # noqa: E731
+        return loss({"generator": own, "discriminator": other})
+
+    def judged(generator, discriminator, sign):
+        stats = others["batch_stats"]
+        variables = {"params": generator, "batch_stats": stats["generator"]}
+        made, _ = dcgan.Generator(dcgan.SMALL).apply(variables, batch["noise"], mutable=["batch_stats"])
+        variables = {"params": discriminator, "batch_stats": stats["discriminator"]}
+        found = dcgan.Discriminator(dcgan.SMALL).apply(variables, made, mutable=["batch_stats"])[0]
+        return jnp.mean(jax.nn.softplus(sign * found))
+
+    def real(discriminator):
+        variables = {"params": discriminator, "batch_stats": others["batch_stats"]["discriminator"]}
+        found = dcgan.Discriminator(dcgan.SMALL).apply(variables, batch["images"], mutable=["batch_stats"])[0]
+        return jnp.mean(jax.nn.softplus(-found))
+
+    generator, discriminator = params["generator"], params["discriminator"]
+    found = jax.jit(jax.grad(losses, (0, 1)))(generator, discriminator)
+    expected = jax.jit(lambda g, d: (jax.grad(judged)(g, d, -1.0), jax.grad(lambda d: judged(g, d, 1.0) + real(d))(d)))(
+        generator, discriminator
+    )
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.long

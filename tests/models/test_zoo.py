@@ -16,6 +16,7 @@ MESHES = {"8": {"data": 8}, "2x4": {"data": 2, "model": 4}, "2x2x2": {"data": 2,
 STEPS = 2
 TOLERANCE = 1e-4
 QUICK = {("mlp", "2x2x2")}
+SLOW_TO_TRACE = {"darknet", "dcgan", "inception"}
 CASES = [
     pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else [pytest.mark.long])
     for name in NAMES
@@ -55,7 +56,7 @@ def test_planned_equals_unplanned(name: str, mesh_name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("config", ["SMALL", pytest.param("BENCHMARK", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in SLOW_TO_TRACE)) for n in NAMES])
 def test_configurations_are_there(name: str, config: str):
     module = load(name)
     assert module.CONFIGS

@@ -174,6 +174,20 @@ def test_link_to_an_operation(browser: Any, file: Path, plan: Plan):
         assert not panel.is_visible()
 
 
+def test_prices_of_other_layouts(browser: Any, file: Path, plan: Plan):
+    """They are those of `explain` without time, of operations that send and of large arguments."""
+    for page in opened(browser, file):
+        names = page.evaluate("Object.keys(D.why)")
+        for name in (names[0], next(one for one in names if one.startswith("arg"))):
+            page.evaluate(f"location.hash = '#{name}'")
+            page.wait_for_url(re.compile(f"#{name}$"))
+            path = plan.arguments[int(name[3:])].path if name.startswith("arg") else name
+            explained = plan.explain(path, time_limit=0)
+            label, price = page.evaluate(f"D.why['{name}'][0]")
+            assert f"{label}: {price}" in explained
+            assert label in page.locator("#panel").inner_text() and price in page.locator("#panel").inner_text()
+
+
 def test_link_to_a_missing_operation(browser: Any, file: Path):
     for page in opened(browser, file, "#op99999999"):
         assert "There is no op99999999" in page.locator("#panel").inner_text()

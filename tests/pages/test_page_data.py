@@ -4,6 +4,7 @@ import json
 import os
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import shardplan
 from shardplan import Plan
 from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.models import llama
+from shardplan.options import Options
 from shardplan.pages.places import places_of
 from shardplan.plans.page_head import plan_head, plan_page
 from shardplan.program.tracing import trace_program
@@ -213,6 +215,31 @@ def test_head_of_a_plan(plan: Plan, data: dict[str, Any]):
     assert (head["peak_bytes"], head["gap"], head["verified"]) == (plan.peak_bytes, plan.gap, None)
     assert head["seconds"]["work"] == plan.step_time.work
     assert head["command"] == 'plan.to_html("plan.html")'
+
+
+def test_command_of_a_plan(plan: Plan):
+    """It has every option that the command line can give."""
+    options = Options(
+        memory_limit=2e10,
+        objective="time",
+        hardware="a100",
+        pins={"0/params/layers/0/w": P(None, ("data", "model"))},
+        reduce_dtype="bfloat16",
+        time_limit=5.0,
+        refine=2,
+        fit=("recompute",),
+        verify=True,
+    )
+    made = replace(
+        plan,
+        statistics={**plan.statistics, "step": "train:step"},
+        recipe=replace(plan.recipe, options=options),
+    )
+    assert plan_head(made, compared=True)["command"] == (
+        "shardplan report train:step --mesh data=2,model=4 --memory-limit 20000000000B --objective time "
+        "--hardware a100 --pin 0/params/layers/0/w=-,data+model --donate 0 --reduce-dtype bfloat16 --time-limit 5 "
+        "--refine 2 --recompute --verify --compare -o plan.html"
+    )
 
 
 def test_warnings_of_a_plan():

@@ -184,7 +184,7 @@ def test_no_fit():
         shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1), fit=())
 
 
-@pytest.mark.parametrize("fit", ["recompute", ("blocks",), ("recompute", "host"), 1, None])
+@pytest.mark.parametrize("fit", ["recompute", ("pages",), ("recompute", "host"), 1, None])
 def test_unknown_words_of_fit(fit):
     """What is no tuple of known words is refused before any work."""
     with pytest.raises(shardplan.ArgumentError, match="fit is a tuple"):

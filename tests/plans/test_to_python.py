@@ -1,7 +1,9 @@
 """Plans as Python text: it runs without shardplan, and says what it was compiled to."""
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,8 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import ArgumentError, Plan
+from shardplan.common.tables import size_text
 from shardplan.compiled.target import TargetNotInstalledError
-from shardplan.plans.to_python import sentence
+from shardplan.models import NAMES, llama, load, mlp
+from shardplan.plans.to_python import sentence, whole_text
+from tests.helpers.slow_devices import SLOW_DEVICES
 
 SHAPE = jax.ShapeDtypeStruct((64, 64), "float32")
 PINS = {"0/up": P(None, "model"), "0/down": P("model"), "1": P("data")}
@@ -47,7 +52,8 @@ try:
 except ImportError:
     pass
 params, x = dict(np.load("params.npz")), np.load("x.npy")
-step = planned.sharded(users.step, planned.make_mesh(), params, x)
+own = () if sys.argv[1] == "whole" else (users.step,)
+step = planned.sharded(*own, planned.make_mesh(), params, x)
 new, total = step(params, x)
 assert new["up"].sharding.spec == jax.P(None, "model"), new["up"].sharding
 np.savez("results.npz", total=total, **new)
@@ -66,16 +72,19 @@ def plan() -> Plan:
     return shardplan.plan(users_step(), "data=2,model=4", params, SHAPE, pins=PINS)
 
 
-def test_text_runs_without_shardplan(plan: Plan, tmp_path: Path):
+@pytest.mark.parametrize("form", ["whole", "boundaries"])
+def test_text_runs_without_shardplan(plan: Plan, tmp_path: Path, form: str):
     """A process in which the import of shardplan fails computes the same values, in the planned layouts."""
     generator = np.random.default_rng(0)
     params = {name: generator.normal(size=(64, 64)).astype("float32") for name in ("up", "down")}
     x = generator.normal(size=(64, 64)).astype("float32")
     np.savez(tmp_path / "params.npz", allow_pickle=False, **params)
     np.save(tmp_path / "x.npy", x)
-    (tmp_path / "planned.py").write_text(plan.to_python())
+    (tmp_path / "planned.py").write_text(plan.to_python(whole=form == "whole"))
     (tmp_path / "users.py").write_text(USERS)
-    ran = subprocess.run([sys.executable, "-c", PROCESS], cwd=tmp_path, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROCESS, form], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     expected, total = users_step()(params, x)
     with np.load(tmp_path / "results.npz") as found:
@@ -84,14 +93,73 @@ def test_text_runs_without_shardplan(plan: Plan, tmp_path: Path):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_text_says_what_it_was_compiled_to(plan: Plan):
-    text = plan.to_python(users_step())
-    assert "Compiled for h100, a device sends" in text
-    assert "as planned" in text
+    """Boundaries are enough where they give the plan's bytes. The whole program gives them too."""
+    for whole in (None, True):
+        text = plan.to_python(users_step(), whole=whole)
+        assert "Compiled for h100, a device sends" in text and "as planned" in text
+        assert ("def split(" in text) == bool(whole)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_boundaries_that_are_not_enough(tmp_path: Path):
+    """XLA sends other bytes where the plan has layouts inside, so that the text is the whole program."""
+    (tmp_path / "slow.toml").write_text(SLOW_DEVICES)
+    training = mlp.training(mlp.SMALL)
+    given = training.train_step, "data=2,model=4", training.state, training.batch
+    plan = shardplan.plan(*given, hardware=tmp_path / "slow.toml")
+    assert "def split(" in plan.to_python(training.train_step)
+    boundary = plan.to_python(training.train_step, whole=False)
+    assert "def split(" not in boundary and "plan.to_python(fn, whole=True) writes out" in boundary
+
+
+@needs_compiler
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(8,), (2, 4)])
+@pytest.mark.parametrize("name", NAMES)
+def test_models_written_out(name: str, sizes: tuple[int, ...], tmp_path: Path):
+    """Each model computes the same values from its text, which is compiled to the bytes of the plan within 2 %."""
+    (tmp_path / "slow.toml").write_text(SLOW_DEVICES)
+    training = load(name).training(load(name).SMALL)
+    mesh = jax.sharding.AbstractMesh(sizes, ("data", "model")[: len(sizes)])
+    options = {"hardware": tmp_path / "slow.toml"}
+    plan = shardplan.plan(training.train_step, mesh, training.state, training.batch, **options)
+    text = plan.to_python(whole=True)
+    stated = re.search(r"a device sends ([\d.,]+ \w+) per step with these layouts", text)
+    assert stated is not None
+    if "as planned" not in text:  # then the applied plan sends these bytes too
+        assert size_text(shardplan.audit(plan).compiled.communication_bytes) == stated[1]
+    namespace: dict = {}
+    exec(compile(text, "<text>", "exec"), namespace)
+    state, batch = training.init(), training.example()
+    found = namespace["sharded"](namespace["make_mesh"](), state, batch)(state, batch)
+    expected = jax.jit(training.train_step)(training.init(), batch)
+    assert bool(jax.tree.structure(found) == jax.tree.structure(expected))  # type: ignore[operator]
+    pairs = list(zip(map(numbers_of, jax.tree.leaves(found)), map(numbers_of, jax.tree.leaves(expected)), strict=True))
+    difference = np.sqrt(sum(np.sum((one - other) ** 2) for one, other in pairs))
+    assert difference <= 1e-3 * np.sqrt(sum(np.sum(other**2) for _, other in pairs))
+
+
+def numbers_of(leaf) -> np.ndarray:
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf, np.float64)
+
+
+@needs_compiler
+@pytest.mark.long
+def test_lines_of_32_layers():
+    """A Llama of 32 unrolled layers is written in 3,000 lines at most."""
+    training = llama.training(replace(llama.SMALL, layers=32, width=256, mlp=512))
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    plan = shardplan.plan(training.train_step, mesh, training.state, training.batch)
+    assert len(whole_text(plan, "").splitlines()) <= 3000
 
 
 def test_text_without_the_function_is_unchecked(plan: Plan):
-    assert "was not checked: plan.to_python(fn) compiles it" in plan.to_python()
+    assert "was not checked: plan.to_python(fn) compiles it" in plan.to_python(whole=False)
 
 
 def test_text_without_the_compiler(plan: Plan, monkeypatch: pytest.MonkeyPatch):
@@ -100,13 +168,14 @@ def test_text_without_the_compiler(plan: Plan, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("shardplan.plans.to_python.gpu_mesh", missing)
     assert "was not checked: the extra `audit` is not installed" in plan.to_python(users_step())
+    assert "What XLA sends was not checked" in plan.to_python(users_step(), whole=True)
 
 
 def test_bytes_beyond_the_tolerance(plan: Plan):
     """Within 2 % the text says "as planned", and beyond it that the plan has further layouts."""
     planned = plan.communication_bytes
     assert "as planned" in sentence(plan, 1.019 * planned, "h100")
-    assert "plan.apply(fn) keeps" in sentence(plan, 1.021 * planned, "h100")
+    assert "whole=True) writes out" in sentence(plan, 1.021 * planned, "h100")
 
 
 def test_steps_that_the_text_cannot_call():
@@ -123,5 +192,5 @@ def test_paths_with_quotes():
         lambda x: x["'\"\\"] + x["b"], "data=8", {"'\"\\": SHAPE, "b": SHAPE}, pins={"0/b": P("data")}
     )
     namespace: dict = {}
-    exec(plan.to_python(), namespace)
+    exec(plan.to_python(whole=False), namespace)
     assert namespace["ARGUMENTS"] == plan.to_rules()

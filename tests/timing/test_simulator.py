@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -242,7 +243,12 @@ def test_a_placement_above_the_memory_limit():
 
 def test_timelines(plan: shardplan.Plan, tmp_path: Path):
     result = shardplan.simulate(plan)
-    assert result._repr_html_().count("<rect") == len(result.events)
+    drawn = result._repr_html_()
+    assert drawn.count("<rect") == len(result.events)
+    lanes = {", ".join(one.axes) for one in plan.collectives}
+    shown = re.findall(r">(compute|network of [^<]*), (\d+)% busy<", drawn)
+    assert {name.removeprefix("network of ") for name, _ in shown} == lanes | {"compute"}
+    assert float(dict(shown)["compute"]) == pytest.approx(100 * result.busy_seconds[0] / result.seconds, abs=0.51)
     assert "worker" in str(result)
     result.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,0 +1,226 @@
+"""Choosing blocks: what to run block by block where a schedule exceeds a memory limit.
+
+Values that are large where most bytes are live say where to begin: each of their dimensions is an index that a loop may
+run along. What lives only inside of the loop is then as large as one block. What the loop gives is there from its
+beginning to its end. Both are read off the buffers of the schedule, so that a candidate costs no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan import _jax
+from shardplan.memory import Lifetimes
+from shardplan.problem.schedule import Schedule
+from shardplan.program.blocks import Blocks, Growth, Region, Tiling, grown, regions, tiling
+from shardplan.program.operation_kinds import readers_in
+from shardplan.program.program import Program
+from shardplan.rules import Refusal
+from shardplan.timing.step_time import time_prices
+
+Array = NDArray[np.float64]
+
+_MOST_SEEDS = 4
+"""Values that candidates begin with, of different shapes."""
+
+_LEAST_SEED = 1 / 8
+"""The least size of these, as a share of the largest."""
+
+_MOST_BLOCKS = 1024
+"""Blocks of one index."""
+
+_GAIN = 0.99
+"""Twice as many blocks have to lower the peak to such a share, or are not taken."""
+
+_COMPONENT = 1 / 2
+"""The least size of the values that a component is made of, as a share of the one that it begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Blocks, with the peak of a device in bytes and the seconds of work that they add, as estimated."""
+
+    blocks: Blocks
+    peak: float
+    seconds: float
+
+
+class BlockCandidates:
+    """The candidates of one schedule."""
+
+    def __init__(self, schedule: Schedule, lifetimes: Lifetimes) -> None:
+        self._program: Program = schedule.program
+        self._schedule, self._lifetimes = schedule, lifetimes
+        self._choices = schedule.problem.encode(schedule.assignment)
+        self._profile: Array = lifetimes.profile(self._choices)
+        self._strided = schedule.space.mesh.device_count > 1
+        self._buffers = [buffer for buffer in lifetimes.buffers if buffer.size(self._choices)]
+        self._stored = {buffer.value for buffer in self._buffers}
+        self._readers = readers_in(self._program)
+        self._found = list(self._families())
+
+    def within(self, limit: float) -> list[Candidate]:
+        """Per index and region, the fewest blocks that are estimated to keep a limit, those first that add least time;
+        then those that do not reach it, the lowest peak first."""
+        found = [one for family in self._found for one in [self._fewest(family, limit)] if one is not None]
+        return sorted(found, key=lambda one: (one.peak > limit, one.seconds if one.peak <= limit else one.peak))
+
+    def _fewest(self, family: _Family, limit: float) -> Candidate | None:
+        """The fewest blocks whose estimated peak is within the limit, or as many as lower it at all."""
+        count, before = 1, float(self._profile.max())
+        while 2 * count <= family.most:
+            peak = self._peak(family, 1 / (2 * count) ** len(family.seeds))
+            if peak >= _GAIN * before:
+                break
+            count, before = 2 * count, peak
+            if peak <= limit:
+                break
+        if count == 1:
+            return None
+        counts = (count,) * len(family.seeds)
+        try:
+            tiles = [tiling(family.program, family.growth, region, counts) for region in family.regions]
+        except Refusal:
+            return None
+        loops = zip(family.regions, tiles, strict=True)
+        seconds = sum(self._seconds(family.growth, region, own) for region, own in loops)
+        return Candidate(Blocks(family.seeds, counts, family.least_bytes, self._strided), before, seconds)
+
+    def _peak(self, family: _Family, share: float) -> float:
+        """The most bytes of a device where what is inside of loops has a share of its size."""
+        return float((self._profile + family.given - (1 - share) * family.inside).max())
+
+    def _bytes_over_time(self, loops: Sequence[tuple[Region, Tiling]]) -> tuple[Array, Array]:
+        """The bytes of what lives inside of loops, and those that what leaves a loop has more than before: from the
+        beginning of the loop on, and for sums in float32."""
+        inside, given = np.zeros(len(self._profile) + 1), np.zeros(len(self._profile) + 1)
+        place, makers = self._lifetimes.place, self._program.makers
+        for region, tiles in loops:
+            places = [place[index] for index in region.operations if index in place]
+            first, last = min(places), max(places)
+            leaving, made = (
+                {*tiles.leaving},
+                {r for i in region.operations for r in self._program.operations[i].results},
+            )
+            for buffer in self._buffers:
+                size = buffer.size(self._choices) if buffer.value in made else 0.0
+                if size and buffer.value in leaving:
+                    given[first] += size
+                    given[max(first, buffer.start)] -= size
+                elif size:
+                    inside[buffer.start] += size
+                    inside[buffer.end + 1] -= size
+            for value in leaving - self._stored:  # kernels that read it compute it, as long as there is no loop
+                ends = [place[reader.index] for reader in self._readers.get(value, ()) if reader.index in place]
+                given[first] += self._bytes(value)
+                given[max([*ends, last]) + 1] -= self._bytes(value)
+            for value in leaving & {*tiles.reduced}:
+                wider = 4 / _jax.item_bytes(self._program.values[value].dtype) - 1
+                given[first] += max(wider, 0.0) * self._bytes(value)
+                given[max(last, place[makers[value].index]) + 1] -= max(wider, 0.0) * self._bytes(value)
+        return np.cumsum(inside)[:-1], np.cumsum(given)[:-1]
+
+    def _seconds(self, growth: Growth, region: Region, tiles: Tiling) -> float:
+        """The time of what blocks compute twice, of sums that they read and write, and of what each reads whole."""
+        problem, prices = self._schedule.problem, time_prices(self._schedule.problem)
+        strategies, blocks, total = self._schedule.assignment.strategies, prod(tiles.counts), 0.0
+        for index, parts in tiles.parts.items():
+            operation, choices = self._program.operations[index], problem.choices.get(index)
+            strategy = strategies.get(index)
+            if choices is None or strategy is None:
+                continue
+            rows = prod(
+                count * part.span.length / part.along.size for count, part in zip(tiles.counts, parts, strict=True)
+            )
+            total += prices.work(choices.flops * max(rows - 1, 0.0), 0, choices.dtype, strategy.degree)
+            whole = [o for o in operation.read if not growth.blocked(o)]
+            again = [*whole, *(result for result in operation.results if result in tiles.reduced)]
+            moved = sum(self._bytes(value) * (2 if value in tiles.reduced else 1) for value in again)
+            total += prices.memory_seconds_per_byte * moved * (blocks - 1)
+        return total
+
+    def _bytes(self, value: int) -> float:
+        layout = self._schedule.assignment.values.get(value)
+        parts = self._schedule.problem.domain(value).parts
+        return self._program.values[value].total_bytes / (1 if layout is None else parts.get(layout, 1))
+
+    def _rows(self, value: int, dim: int) -> int:
+        """The positions of a dimension that one device has: a block has at least one of them."""
+        layout, mesh = self._schedule.assignment.values.get(value), self._schedule.space.mesh
+        split = layout[dim] if layout else ()
+        return self._program.values[value].shape[dim] // prod(mesh.sizes[axis] for axis in split)
+
+    def _families(self) -> Iterator[_Family]:
+        seen = set[tuple[frozenset[int], ...]]()
+        for value, size in self._seeds():
+            single = []
+            for dim, extent in enumerate(self._program.values[value].shape):
+                family = self._family(((value, dim),), 0.0) if extent > 1 else None
+                if family is None:
+                    continue
+                single.append(family)
+                for one in (family, self._family(family.seeds, _COMPONENT * size)):
+                    if one is not None and one.key not in seen:
+                        seen.add(one.key)
+                        yield one
+            for pair in combinations([one for one in single if one.overlaps], 2):
+                both = self._family((*pair[0].seeds, *pair[1].seeds), 0.0)
+                if both is not None and both.key not in seen:
+                    seen.add(both.key)
+                    yield both
+
+    def _family(self, seeds: tuple[tuple[int, int], ...], least_bytes: float) -> _Family | None:
+        program, growth = grown(self._program, seeds)
+        found = tuple(regions(program, growth, least_bytes))
+        most = min(self._rows(value, dim) for value, dim in seeds)
+        if not found:
+            return None
+        try:
+            tiles = [tiling(program, growth, region, (2,) * len(seeds)) for region in found]
+        except Refusal:
+            return None
+        halos = any(
+            span.low or span.high != span.step for own in tiles for spans in own.spans for span in spans.values()
+        )
+        inside, given = self._bytes_over_time([*zip(found, tiles, strict=True)])
+        return _Family(seeds, least_bytes, program, growth, found, min(most, _MOST_BLOCKS), halos, inside, given)
+
+    def _seeds(self) -> list[tuple[int, float]]:
+        """The largest values where most bytes are live, each of another shape and origin."""
+        top = int(self._profile.argmax())
+        found: dict[object, tuple[int, float]] = {}
+        for size, value in self._lifetimes.live_values(top, self._choices):
+            maker = self._program.makers.get(value) if value is not None else None
+            if value is None or maker is None or maker.region:
+                continue
+            kind = (self._program.values[value].shape, maker.primitive.name)
+            found.setdefault(kind, (value, size))
+        largest = max((size for _, size in found.values()), default=0.0)
+        return [one for one in found.values() if one[1] >= _LEAST_SEED * largest][:_MOST_SEEDS]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """The regions along some indices. ``overlaps``: their blocks have rows in common, as those of windows have.
+    ``inside`` and ``given`` are bytes over time: of what lives in loops alone, and of what these give."""
+
+    seeds: tuple[tuple[int, int], ...]
+    least_bytes: float
+    program: Program
+    growth: Growth
+    regions: Sequence[Region]
+    most: int
+    overlaps: bool
+    inside: Array
+    given: Array
+
+    @property
+    def key(self) -> tuple[frozenset[int], ...]:
+        dims = frozenset(hash((value, place.dim)) for places in self.growth.places for value, place in places.items())
+        return (dims, *(frozenset(region.operations) for region in self.regions))

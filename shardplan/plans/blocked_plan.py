@@ -1,0 +1,137 @@
+"""Plans of a program that runs a part of itself in blocks.
+
+The plan without a limit says what is live where, and with that which index of which region to run in how many blocks.
+Those that are estimated to fit are planned, the cheapest first. Where no one loop is enough, the next one is looked for
+in the program that has the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardplan.common.progress import set_stage
+from shardplan.common.tables import size_text
+from shardplan.errors import InfeasibleError
+from shardplan.memory import lifetimes_of
+from shardplan.optimize.choose_blocks import BlockCandidates, Candidate
+from shardplan.options import Options
+from shardplan.plans.blocks_by_hand import rows_of
+from shardplan.plans.pipeline import donated_leaves, plan_program
+from shardplan.plans.plan_data import PlanData
+from shardplan.plans.stopwatch import Stopwatch
+from shardplan.program.blocks import Blocked, Blocks, in_blocks
+from shardplan.program.program import Program
+from shardplan.timing.step_time import step_time
+
+_MOST_PLANS = 5
+"""Plans for one limit in one program."""
+
+_MOST_LOOPS = 3
+"""Choices of loops, each in the program that has those before."""
+
+_NO_LIMIT = 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A program in blocks, and its plan without a limit."""
+
+    blocks: tuple[Blocks, ...]
+    rows: tuple[Mapping[str, Any], ...]
+    program: Program
+    plan: PlanData
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return step_time(self.plan.schedule).seconds
+
+
+class BlockedPlans:
+    """Plans of one program in blocks, for one limit after another.
+
+    ``free`` is the plan without a limit of the program as it is, or of one that computes values again."""
+
+    def __init__(self, program: Program, free: PlanData, options: Options, watch: Stopwatch) -> None:
+        self._user, self._free, self._options = program, free, options
+        self._begin = _Planned((), (), free.schedule.program, free)
+        self._candidates: dict[tuple[Blocks, ...], BlockCandidates] = {}
+        self._planned: dict[tuple[Blocks, ...], _Planned | None] = {}
+
+    def within(self, limit: float, watch: Stopwatch) -> PlanData:
+        """The plan within a limit whose step is shortest. Raises InfeasibleError where none is found."""
+        begun, leanest = self._begin, self._begin
+        for _ in range(_MOST_LOOPS):
+            found = self._next(begun, limit, watch)
+            fitting = [one for one in found if one.plan.peak_bytes <= limit]
+            if fitting:
+                return self._reported(min(fitting, key=lambda one: one.seconds))
+            lowest = min(found, key=lambda one: one.plan.peak_bytes, default=begun)
+            if lowest.plan.peak_bytes >= begun.plan.peak_bytes or watch.left <= 0:
+                break
+            begun = leanest = lowest
+        least = leanest.plan.peak_bytes
+        of = "" if self._free.recipe.recomputed is None else " of what computes its largest residuals again"
+        said = f"In blocks{of} the least peak that was found is {size_text(least)}, and the limit {size_text(limit)}"
+        raise InfeasibleError(said, least)
+
+    def _next(self, begun: _Planned, limit: float, watch: Stopwatch) -> list[_Planned]:
+        """Plans with one more choice of loops: those that are estimated to fit, or else the one that holds least."""
+        target, found, tried = limit, list[_Planned](), set[Blocks]()
+        while len(tried) < _MOST_PLANS and (watch.left > 0 or not found):
+            options = [one for one in self._candidates_of(begun).within(target) if one.blocks not in tried]
+            options = [one for one in options if one.peak <= target] or ([] if found else options)
+            if not options:
+                break
+            tried.add(options[0].blocks)
+            one = self._plan(begun, options[0])
+            if one is None:
+                continue
+            found.append(one)
+            if one.plan.peak_bytes <= limit or options[0].peak > target:
+                break
+            target *= limit / one.plan.peak_bytes
+        return found
+
+    def _candidates_of(self, begun: _Planned) -> BlockCandidates:
+        if begun.blocks not in self._candidates:
+            set_stage("looking for what can run in blocks")
+            lifetimes = lifetimes_of(begun.plan.schedule, donated_leaves(begun.program, self._free.donated))
+            self._candidates[begun.blocks] = BlockCandidates(begun.plan.schedule, lifetimes)
+        return self._candidates[begun.blocks]
+
+    def _plan(self, begun: _Planned, candidate: Candidate) -> _Planned | None:
+        """The plan of a candidate, None where its operations have no form in blocks after all."""
+        blocks = (*begun.blocks, candidate.blocks)
+        if blocks not in self._planned:
+            set_stage(f"planning with {' x '.join(map(str, candidate.blocks.counts))} blocks")
+            blocked = in_blocks(begun.program, candidate.blocks)
+            self._planned[blocks] = self._planned_of(begun, blocked, candidate, blocks) if blocked.loops else None
+        return self._planned[blocks]
+
+    def _planned_of(
+        self, begun: _Planned, blocked: Blocked, candidate: Candidate, blocks: tuple[Blocks, ...]
+    ) -> _Planned:
+        options = replace(self._options, memory_limit=_NO_LIMIT)
+        plan = plan_program(blocked.program, self._free.mesh, options)
+        freed = begun.plan.peak_bytes - plan.peak_bytes
+        rows = rows_of(begun.program, blocked, freed, candidate.seconds)
+        return _Planned(blocks, (*begun.rows, *rows), blocked.program, plan)
+
+    def _reported(self, chosen: _Planned) -> PlanData:
+        """The plan with the user's options, the bound of the program as it was, and what it runs in blocks."""
+        plan, own = chosen.plan, self._free.recipe
+        recipe = replace(
+            plan.recipe,
+            options=self._options,
+            fingerprint=self._user.fingerprint(),
+            recomputed=own.recomputed,
+            blocks=chosen.blocks,
+        )
+        statistics = {**plan.statistics, "blocks": list(chosen.rows)}
+        if own.recomputed is not None:
+            statistics["recomputed"] = self._free.statistics.get("recomputed", [])
+        bound = min(self._free.lower_bound, plan.objective)
+        return replace(plan, recipe=recipe, statistics=statistics, lower_bound=bound)

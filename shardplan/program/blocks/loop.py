@@ -1,0 +1,323 @@
+"""The loop: a region runs block by block, in a scan over the numbers of the blocks.
+
+Inputs with the index are sliced inside the body, so that no copy of them is divided into blocks. Results with the index
+are written into a buffer that the scan carries, in place. Sums over the index are carried, in float32 at least.
+
+Blocks are contiguous, or *strided*: block ``k`` of ``n`` then has the positions ``k``, ``k + n``, ``k + 2n``, ... Where
+mesh axes split the dimension, every device has an equal part of each strided block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardplan import _jax
+from shardplan.program.blocks.growth import Growth, is_barrier
+from shardplan.program.blocks.regions import Region
+from shardplan.program.blocks.tiles import (
+    COMBINE,
+    RANDOM_BITS,
+    Part,
+    as_widened,
+    beyond,
+    identity,
+    params_on_tile,
+    results_on_tile,
+    run_on_tile,
+    widened,
+)
+from shardplan.program.blocks.tiling import Tiling
+from shardplan.program.program import Constant, Operation, Program, operand_type
+from shardplan.rules import Refusal, Span
+
+
+class Refused(Exception):
+    """An operation has no form on blocks."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(reason)
+        self.index, self.reason = index, reason
+
+
+class Loop:
+    """The loop over the blocks of one region. ``strided`` says per index how blocks are taken."""
+
+    def __init__(
+        self, program: Program, growth: Growth, region: Region, tiles: Tiling, strided: Sequence[bool]
+    ) -> None:
+        self._program, self._growth, self._region = program, growth, region
+        self._tiles, self._strided = tiles, strided
+        self._axes = range(len(tiles.counts))
+
+    def run(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """The results of the region that leave it, from the values that it reads."""
+        with _jax.traced_as(self._largest().equation):
+            return self._run(values)
+
+    def _largest(self) -> Operation:
+        """The operation of the region with the largest result of those with a place in the source: it stands for the
+        loop."""
+        program = self._program
+        own = [program.operations[index] for index in self._region.operations if index not in self._region.own]
+        known = [operation for operation in own if _jax.source_line(operation.equation)] or own
+        return max(known, key=lambda operation: max(program.values[r].total_bytes for r in operation.results))
+
+    def _run(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        leaving = self._tiles.leaving
+        total = 1
+        for count in self._tiles.counts:
+            total *= count
+
+        def body(carry: tuple[Any, ...], number: Any) -> tuple[tuple[Any, ...], None]:
+            tile = _Tile(self, values, self._numbers(number))
+            tile.run()
+            return tuple(tile.added(value, held) for value, held in zip(leaving, carry, strict=True)), None
+
+        start = tuple(self._start(value, values) for value in leaving)
+        ends, _ = jax.lax.scan(body, start, jnp.arange(total, dtype=jnp.int32))
+        return {value: self._end(value, end) for value, end in zip(leaving, ends, strict=True)}
+
+    def _numbers(self, number: Any) -> list[Any]:
+        """The number of the block per index. The last index runs fastest."""
+        found = []
+        for count in reversed(self._tiles.counts):
+            found.append(number % count if len(self._tiles.counts) > 1 else number)
+            number = number // count if len(self._tiles.counts) > 1 else number
+        return found[::-1]
+
+    def _start(self, value: int, values: Mapping[int, Any]) -> Any:
+        own = self._program.values[value]
+        if value in self._tiles.reduced:
+            reducer = self._tiles.reduced[value]
+            operation = self._program.makers[self._origin(value)]
+            dtype = widened(operation, {}, reducer)[1]
+            once = self._tiles.parts[operation.index][0].along.once
+            if once is None:
+                return jnp.full(own.shape, identity(reducer, dtype), dtype)
+            operand = operation.operands[once]
+            return jnp.asarray(operand.value if isinstance(operand, Constant) else values[operand], dtype)
+        return jnp.zeros(self.buffer_shape(value), own.dtype)
+
+    def _origin(self, value: int) -> int:
+        """The sum that barriers of the region have passed on."""
+        maker = self._program.makers[value]
+        while is_barrier(maker):
+            operand = maker.operands[maker.results.index(value)]
+            assert isinstance(operand, int)
+            value, maker = operand, self._program.makers[operand]
+        return value
+
+    def _end(self, value: int, end: Any) -> Any:
+        own = self._program.values[value]
+        if value in self._tiles.reduced:
+            return end.astype(own.dtype)
+        rows = list(own.shape)
+        for axis in self._axes:
+            dim, count = self._growth.places[axis][value].dim, self._tiles.counts[axis]
+            rows[dim] = count * self._tiles.spans[axis][value].step
+        end = end.reshape(rows)
+        return end if tuple(rows) == own.shape else jax.lax.slice(end, (0,) * len(rows), own.shape)
+
+    def buffer_shape(self, value: int) -> tuple[int, ...]:
+        """The shape of the buffer for a value: the rows of all blocks, by block where blocks are strided."""
+        return tuple(size for sizes in self._by_dim(value, whole=True) for size in sizes)
+
+    def block_shape(self, value: int) -> tuple[int, ...]:
+        """The shape of one block in that buffer."""
+        return tuple(size for sizes in self._by_dim(value, whole=False) for size in sizes)
+
+    def _by_dim(self, value: int, whole: bool) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = [(size,) for size in self._program.values[value].shape]
+        for axis in self._axes:
+            step = self._tiles.spans[axis][value].step
+            count, dim = self._tiles.counts[axis], self._growth.places[axis][value].dim
+            if self._strided[axis]:
+                group = self._tiles.group(axis)
+                found[dim] = (group, count if whole else 1, step // group)
+            else:
+                found[dim] = (count * step if whole else step,)
+        return found
+
+    def starts(self, value: int, numbers: Sequence[Any]) -> list[Any]:
+        """Where the block begins in the buffer."""
+        found: list[tuple[Any, ...]] = [(0,) for _ in self._program.values[value].shape]
+        for axis in self._axes:
+            step, dim = self._tiles.spans[axis][value].step, self._growth.places[axis][value].dim
+            found[dim] = (0, numbers[axis], 0) if self._strided[axis] else (numbers[axis] * step,)
+        return [start for starts in found for start in starts]
+
+    def exceeds(self, axis: int, value: int, span: Span) -> bool:
+        """Whether some block of a span has rows beyond the ends of the value."""
+        extent = self._program.values[value].shape[self._growth.places[axis][value].dim]
+        return span.low < 0 or (self._tiles.counts[axis] - 1) * span.step + span.high > extent
+
+
+class _Tile:
+    """The values of one block."""
+
+    def __init__(self, loop: Loop, values: Mapping[int, Any], numbers: Sequence[Any]) -> None:
+        self._loop, self._outside, self._numbers = loop, values, numbers
+        self._program, self._growth, self._tiles = loop._program, loop._growth, loop._tiles
+        self._held = dict[int, Any]()
+
+    def run(self) -> None:
+        """Runs all operations of the region."""
+        for index in self._loop._region.operations:
+            operation = self._program.operations[index]
+            if is_barrier(operation):
+                pairs = zip(operation.operands, operation.results, strict=True)
+                operands = [self._passed(operand, result) for operand, result in pairs]
+                self._hold(operation, run_on_tile(operation, operation.params, operands))
+            elif index in self._tiles.parts:
+                self._run(operation)
+
+    def added(self, value: int, held: Any) -> Any:
+        """What the loop carries of a value, with this block."""
+        found = self._held[value]
+        if value in self._tiles.reduced:
+            return COMBINE[self._tiles.reduced[value]](held, found.astype(held.dtype))
+        for axis in self._loop._axes:
+            own, dim = self._tiles.spans[axis][value], self._growth.places[axis][value].dim
+            found = jax.lax.slice_in_dim(found, -own.low, own.step - own.low, axis=dim)
+        block = found.reshape(self._loop.block_shape(value))
+        return jax.lax.dynamic_update_slice(held, block, self._loop.starts(value, self._numbers))
+
+    def _run(self, operation: Operation) -> None:
+        parts = self._tiles.parts[operation.index]
+        operands = [self._operand(operation, number) for number in range(len(operation.operands))]
+        shape = list(self._program.values[operation.results[0]].shape)
+        for part in parts:
+            dim = part.along.results[0]
+            if dim is not None:
+                shape[dim] = part.span.length
+        if operation.primitive.name == RANDOM_BITS:
+            self._hold(operation, [self._random_bits(operation, operands[0], shape)])
+            return
+        reducer = self._tiles.reduced.get(operation.results[0])
+        try:
+            params = params_on_tile(operation, parts, tuple(shape))
+            params, dtype = widened(operation, params, reducer)
+            operands = as_widened(operation, dtype, operands)
+            results = results_on_tile(operation, parts, run_on_tile(operation, params, operands))
+        except (Refusal, TypeError, ValueError) as error:
+            raise Refused(operation.index, f"it has no form on blocks: {error}") from error
+        if results[0].shape != tuple(shape):
+            raise Refused(operation.index, "it has no form on blocks")
+        if operation.primitive.name == "iota":
+            results = [self._numbered(operation, results[0])]
+        if reducer is not None:
+            results = [result.astype(dtype) for result in results]
+        self._hold(operation, results)
+
+    def _hold(self, operation: Operation, results: Sequence[Any]) -> None:
+        self._held |= zip(operation.results, results, strict=True)
+
+    def _passed(self, operand: int | Constant, result: int) -> Any:
+        """The rows of a barrier's operand that its result has."""
+        rows = self._any(operand)
+        for axis, spans in enumerate(self._tiles.spans):
+            if result in spans and isinstance(operand, int) and spans[operand] != spans[result]:
+                own, span, dim = spans[operand], spans[result], self._growth.places[axis][result].dim
+                rows = jax.lax.slice_in_dim(rows, span.low - own.low, span.high - own.low, axis=dim)
+        return rows
+
+    def _any(self, operand: int | Constant) -> Any:
+        """An operand of a barrier: a block, a part of a sum, or a whole value."""
+        if isinstance(operand, Constant):
+            return operand.value
+        if operand in self._held:
+            return self._held[operand]
+        return self._rows(operand) if operand in self._tiles.spans[0] else self._outside[operand]
+
+    def _operand(self, operation: Operation, number: int) -> Any:
+        """The rows of an operand that the operation reads for this block."""
+        operand, parts = operation.operands[number], self._tiles.parts[operation.index]
+        if number == parts[0].along.once:
+            own = operand_type(self._program, operand)
+            reducer = self._tiles.reduced[operation.results[0]]
+            return jnp.full(own.shape, identity(reducer, own.dtype), own.dtype)
+        if isinstance(operand, Constant):
+            return operand.value
+        spans = [part.operands[number] for part in parts]
+        if all(span is None for span in spans):
+            return self._outside[operand] if operand in self._outside else self._held[operand]
+        rows = self._rows(operand)
+        for axis, (part, span) in enumerate(zip(parts, spans, strict=True)):
+            assert span is not None
+            own, dim = self._tiles.spans[axis][operand], self._growth.places[axis][operand].dim
+            if own != span:
+                rows = jax.lax.slice_in_dim(rows, span.low - own.low, span.high - own.low, axis=dim)
+            if self._loop.exceeds(axis, operand, span):
+                fill = self._beyond(operation, part, number, rows.dtype)
+                rows = rows if fill is None else jnp.where(self._exists(axis, operand, span, rows.ndim), rows, fill)
+        return rows
+
+    def _beyond(self, operation: Operation, part: Part, number: int, dtype: Any) -> Any:
+        """What rows beyond the ends of an operand count as, None where they count for nothing that is used."""
+        if operation.primitive.name == "pad" and not part.along.plain:
+            return self._any(operation.operands[1])
+        reducer = next((reducer for reducer in part.along.reducers if reducer is not None), None)
+        return identity(reducer, dtype) if reducer else beyond(operation, number, dtype)
+
+    def _rows(self, value: int) -> Any:
+        """A block of a value: made in the loop, or rows of a value from outside."""
+        if value not in self._held:
+            self._held[value] = self._sliced(value)
+        return self._held[value]
+
+    def _sliced(self, value: int) -> Any:
+        found = self._outside[value]
+        loop, numbers = self._loop, self._numbers
+        if any(loop._strided):
+            found = jax.lax.dynamic_slice(
+                found.reshape(loop.buffer_shape(value)), loop.starts(value, numbers), loop.block_shape(value)
+            )
+            shape = list(self._program.values[value].shape)
+            for axis in loop._axes:
+                shape[self._growth.places[axis][value].dim] = self._tiles.spans[axis][value].step
+            return found.reshape(shape)
+        for axis in loop._axes:
+            span, dim = self._tiles.spans[axis][value], self._growth.places[axis][value].dim
+            start = numbers[axis] * span.step + span.low
+            if loop.exceeds(axis, value, span):
+                found = jnp.take(found, start + jnp.arange(span.length, dtype=jnp.int32), axis=dim, mode="clip")
+            else:
+                found = jax.lax.dynamic_slice_in_dim(found, start, span.length, axis=dim)
+        return found
+
+    def _exists(self, axis: int, value: int, span: Span, rank: int) -> Any:
+        """Which rows of a block are rows of the value."""
+        dim = self._growth.places[axis][value].dim
+        rows = self._numbers[axis] * span.step + span.low + jnp.arange(span.length, dtype=jnp.int32)
+        found = (rows >= 0) & (rows < self._program.values[value].shape[dim])
+        return jax.lax.expand_dims(found, [other for other in range(rank) if other != dim])
+
+    def _numbered(self, operation: Operation, local: Any) -> Any:
+        """An iota of the whole value, on a block of it."""
+        return self._place(operation, operation.params["dimension"], local)
+
+    def _random_bits(self, operation: Operation, key: Any, shape: Sequence[int]) -> Any:
+        """The random bits of a block: those of its elements' numbers in the whole value."""
+        numbers, elements = jnp.zeros(shape, jnp.uint32), 1
+        own = self._program.values[operation.results[0]].shape
+        for dim in reversed(range(len(own))):
+            local = jax.lax.broadcasted_iota(jnp.int32, shape, dim)
+            numbers = numbers + self._place(operation, dim, local).astype(jnp.uint32) * jnp.uint32(elements)
+            elements *= own[dim]
+        return _jax.threefry_bits(key, numbers, operation.params["bit_width"])
+
+    def _place(self, operation: Operation, dim: int, local: Any) -> Any:
+        """The position in the whole result for a position in its block."""
+        (result,) = operation.results
+        for axis, part in enumerate(self._tiles.parts[operation.index]):
+            if part.along.results[0] == dim:
+                span, number = self._tiles.spans[axis][result], self._numbers[axis].astype(local.dtype)
+                if self._loop._strided[axis]:
+                    run, count = span.step // self._tiles.group(axis), self._tiles.counts[axis]
+                    return (local // run) * (run * count) + number * run + local % run
+                return local + (number * span.step + span.low)
+        return local

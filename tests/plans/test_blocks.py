@@ -1,0 +1,96 @@
+"""Plans in blocks: asked for, and chosen where a step does not fit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardplan
+
+WIDTH, BATCH, WORDS = 32, 256, 1024
+
+
+def train(params, batch):
+    def loss(params):
+        hidden = jnp.tanh(batch["x"] @ params["in"])
+        logits = hidden @ params["out"]
+        chosen = jnp.take_along_axis(logits, batch["y"][:, None], 1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {"in": jax.random.normal(keys[0], (WIDTH, WIDTH)), "out": jax.random.normal(keys[1], (WIDTH, WORDS))}
+    batch = {"x": jax.random.normal(keys[2], (BATCH, WIDTH)), "y": jax.random.randint(keys[3], (BATCH,), 0, WORDS)}
+    return params, batch
+
+
+def assert_equal(found, expected):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "blocks"), [(1, {"batch": 4}), (1, {"1/x": 5}), ("x=8", {"1/y": 2}), ("x=2,y=4", {"batch": 4})]
+)
+def test_blocks_that_are_asked_for(mesh, blocks):
+    """The step computes the same, also where blocks do not divide the batch."""
+    planned = shardplan.auto(train, mesh, blocks=blocks)
+    assert_equal(planned(*arguments()), train(*arguments()))
+    plan = planned.plan(*arguments())
+    (row,) = plan.blocks
+    assert row["count"] == [*blocks.values()]
+    assert row["index"] in ("1/x[0]", "1/y[0]") and f"{row['count'][0]} blocks of" in str(plan)
+
+
+def test_saved_plans_in_blocks(tmp_path):
+    """A plan holds its blocks, and the fingerprint of the user's own program."""
+    plan = shardplan.plan(train, 1, *arguments(), blocks={"batch": 4})
+    plan.save(tmp_path / "plan.json")
+    loaded = shardplan.Plan.load(tmp_path / "plan.json")
+    assert loaded.blocks == plan.blocks
+    assert loaded.fingerprint == shardplan.plan(train, 1, *arguments()).fingerprint
+    assert_equal(shardplan.auto(train, 1, blocks={"batch": 4})(*arguments()), train(*arguments()))
+
+
+@pytest.mark.parametrize("fit", [("blocks",), ("recompute", "blocks")])
+def test_a_step_that_fits_in_blocks_alone(fit, tmp_path):
+    """The head is run in blocks where no layout fits, and the step computes the same."""
+    free = shardplan.plan(train, 1, *arguments(), fit=())
+    limit = 0.6 * free.peak_bytes
+    with pytest.raises(shardplan.InfeasibleError):
+        shardplan.plan(train, 1, *arguments(), memory_limit=limit, fit=())
+    planned = shardplan.auto(train, 1, memory_limit=limit, fit=fit)
+    plan = planned.plan(*arguments())
+    assert plan.peak_bytes <= limit
+    assert plan.blocks
+    assert "blocks:" in str(plan)
+    assert_equal(planned(*arguments()), train(*arguments()))
+    plan.save(tmp_path / "plan.json")
+    assert shardplan.Plan.load(tmp_path / "plan.json").blocks == plan.blocks
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [
+        ({"1/z": 2}, "no argument matches `1/z`. The nearest are"),
+        ({"1/x": 257}, "has 256 positions, which do not make 257 blocks"),
+        ({"1/x[4]": 2}, "without a dimension 4"),
+        ({"0/in[0]": 2, "batch": 1}, "numbers of blocks from 2 on"),
+        ({"batch": "4"}, "numbers of blocks from 2 on"),
+        (4, "blocks map paths of arguments"),
+    ],
+)
+def test_blocks_that_cannot_be(blocks, said):
+    """What is wrong with them is said before anything is planned."""
+    with pytest.raises(shardplan.ArgumentError, match=said.replace("[", r"\[")):
+        shardplan.plan(train, 1, *arguments(), blocks=blocks)
+
+
+def test_an_index_along_which_nothing_runs_in_blocks():
+    """The error says which operation needs the index whole."""
+    with pytest.raises(shardplan.ArgumentError, match="nothing runs in blocks of `0`: `sort` at"):
+        shardplan.plan(lambda x: jnp.sort(x, axis=0), 1, jnp.ones((8, 2)), blocks={"0": 2})
