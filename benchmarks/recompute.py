@@ -5,7 +5,7 @@ Every row is compiled for one H100 or more, which need not be there. `--steps gp
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -38,7 +38,7 @@ HEADER = (
     "plans",
 )
 MESHES = {"1": (1,), "8": (8,), "2x4": (2, 4)}
-STEPS = ("gpt4", "gpt12", "llama", "bert", "vit", "t5", "mamba", "moe", "resnet")
+STEPS = ("gpt4", "gpt12", "gpt12scan", "llama", "bert", "vit", "t5", "mamba", "moe", "resnet")
 SHARES = (0.7, 0.5, 0.4)
 POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -54,19 +54,20 @@ class Step:
 
 
 def step_of(name: str, devices: int) -> Step:
-    """A step by its name: `gpt4` is a GPT of four layers in bfloat16 with 8 sequences on each device, others are the
-    benchmarks' models as they are."""
-    if name.startswith("gpt") and name[3:].isdigit():
-        return _gpt(int(name[3:]), devices, None)
+    """A step by its name: `gpt4` is a GPT of four layers in bfloat16 with 8 sequences on each device, `gpt4scan` one
+    whose layers are a scan, others are the benchmarks' models as they are."""
+    layers = name.removeprefix("gpt").removesuffix("scan")
+    if layers.isdigit():
+        return _gpt(int(layers), devices, name.endswith("scan"), None)
     module = load(name)
     training = module.training(module.BENCHMARK)
     return Step(training.train_step, (training.state, training.batch))
 
 
-def _gpt(layers: int, devices: int, policy: str | None) -> Step:
-    config = gpt.Config(layers, vocabulary=8192, batch=8 * devices, checkpoint=policy, compute_dtype=jnp.bfloat16)
-    training = gpt.training(config)
-    again = (lambda chosen: _gpt(layers, devices, chosen)) if policy is None else None
+def _gpt(layers: int, devices: int, scanned: bool, policy: str | None) -> Step:
+    sizes = gpt.Config(layers, vocabulary=8192, batch=8 * devices, compute_dtype=jnp.bfloat16)
+    training = gpt.training(replace(sizes, scan_layers=scanned, checkpoint=policy))
+    again = (lambda chosen: _gpt(layers, devices, scanned, chosen)) if policy is None else None
     return Step(training.train_step, (training.state, training.batch), again)
 
 
@@ -108,9 +109,7 @@ def rows(name: str, mesh_name: str, shares: Sequence[float]) -> Iterator[tuple[s
 
 
 def _plan(step: Step, mesh: jax.sharding.Mesh, limit: float, **options: Any) -> shardplan.Plan:
-    return shardplan.plan(
-        step.function, mesh, *step.arguments, donate_argnums=0, memory_limit=limit, fit=("recompute",), **options
-    )
+    return shardplan.plan(step.function, mesh, *step.arguments, donate_argnums=0, memory_limit=limit, **options)
 
 
 def _compiled_peak(plan: shardplan.Plan, mesh: jax.sharding.Mesh) -> float:

@@ -166,6 +166,7 @@ def test_a_time_limit_that_is_over_at_once():
     assert plan.peak_bytes <= limit
 
 
+@pytest.mark.slow
 def test_layouts_that_fit_and_send_more():
     """They give way to values that are computed again, where that takes less time."""
     limit = limit_at(0.7, "x=2,y=4", scanned, SCANNED)
