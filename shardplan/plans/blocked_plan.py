@@ -31,6 +31,9 @@ _MOST_PLANS = 5
 _MOST_LOOPS = 3
 """Choices of loops, each in the program that has those before."""
 
+_LEAST_SECONDS = 0.1
+"""The time of a search that begins after the time limit, for a plan that fits at all."""
+
 _NO_LIMIT = 1e30
 
 
@@ -86,7 +89,7 @@ class BlockedPlans:
             if not options:
                 break
             tried.add(options[0].blocks)
-            one = self._plan(begun, options[0])
+            one = self._plan(begun, options[0], watch)
             if one is None:
                 continue
             found.append(one)
@@ -102,23 +105,15 @@ class BlockedPlans:
             self._candidates[begun.blocks] = BlockCandidates(begun.plan.schedule, lifetimes)
         return self._candidates[begun.blocks]
 
-    def _plan(self, begun: _Planned, candidate: Candidate) -> _Planned | None:
+    def _plan(self, begun: _Planned, candidate: Candidate, watch: Stopwatch) -> _Planned | None:
         """The plan of a candidate, None where its operations have no form in blocks after all."""
         blocks = (*begun.blocks, candidate.blocks)
         if blocks not in self._planned:
             set_stage(f"planning with {' x '.join(map(str, candidate.blocks.counts))} blocks")
             blocked = in_blocks(begun.program, candidate.blocks)
-            self._planned[blocks] = self._planned_of(begun, blocked, candidate, blocks) if blocked.loops else None
+            options = replace(self._options, memory_limit=_NO_LIMIT, time_limit=max(watch.left, _LEAST_SECONDS))
+            self._planned[blocks] = _planned(begun, blocked, candidate, self._free, options) if blocked.loops else None
         return self._planned[blocks]
-
-    def _planned_of(
-        self, begun: _Planned, blocked: Blocked, candidate: Candidate, blocks: tuple[Blocks, ...]
-    ) -> _Planned:
-        options = replace(self._options, memory_limit=_NO_LIMIT)
-        plan = plan_program(blocked.program, self._free.mesh, options)
-        freed = begun.plan.peak_bytes - plan.peak_bytes
-        rows = rows_of(begun.program, blocked, freed, candidate.seconds)
-        return _Planned(blocks, (*begun.rows, *rows), blocked.program, plan)
 
     def _reported(self, chosen: _Planned) -> PlanData:
         """The plan with the user's options, the bound of the program as it was, and what it runs in blocks."""
@@ -135,3 +130,9 @@ class BlockedPlans:
             statistics["recomputed"] = self._free.statistics.get("recomputed", [])
         bound = min(self._free.lower_bound, plan.objective)
         return replace(plan, recipe=recipe, statistics=statistics, lower_bound=bound)
+
+
+def _planned(begun: _Planned, blocked: Blocked, candidate: Candidate, free: PlanData, options: Options) -> _Planned:
+    plan = plan_program(blocked.program, free.mesh, options)
+    rows = rows_of(begun.program, blocked, begun.plan.peak_bytes - plan.peak_bytes, candidate.seconds)
+    return _Planned((*begun.blocks, candidate.blocks), (*begun.rows, *rows), blocked.program, plan)

@@ -94,13 +94,14 @@ class Fitting:
         check_arguments(self._free.schedule.problem, limit)
         shortest = (1 + _FEW_SECONDS) * _seconds(self._free)
         for word in MEANS:
-            if word in options.fit and not any(_seconds(plan) <= shortest for plan in found):
+            enough = found and (watch.left <= 0 or _seconds(found[0]) <= shortest)
+            if word in options.fit and not enough:
                 try:
                     found.append(self._by(word, self._free, options, watch).within(limit, watch))
                 except InfeasibleError as error:
                     refused.append(error)
         recomputed = self._means.get("recompute")
-        if not found and "blocks" in options.fit and isinstance(recomputed, RecomputedPlans):
+        if isinstance(recomputed, RecomputedPlans) and "blocks" in options.fit and not found and watch.left > 0:
             try:
                 found.append(self._by(_BOTH, recomputed.for_blocks(watch), options, watch).within(limit, watch))
             except InfeasibleError as error:

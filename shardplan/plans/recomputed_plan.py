@@ -30,7 +30,7 @@ from shardplan.plans.stopwatch import Stopwatch
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule
 from shardplan.program.program import Program
-from shardplan.program.recompute import origins, recomputing
+from shardplan.program.recompute import origins, recomputable, recomputing
 from shardplan.search import Solution, descents
 from shardplan.timing.step_time import memory_traffic, step_time
 
@@ -98,7 +98,7 @@ class RecomputedPlans:
         near to where it is read, and one loop can have both."""
         least = _LARGE * max(self._graph.sizes.values(), default=0.0)
         large = frozenset(value for value, size in self._graph.sizes.items() if size >= least)
-        return self._reported(self._rewritten(large, watch), watch)
+        return self._reported(self._rewritten(large & recomputable(self._program), watch), watch)
 
     # ---- what is recomputed
 
@@ -109,7 +109,7 @@ class RecomputedPlans:
             best = self._best_of(seen, limit)
             if watch.left <= 0 and (best is not None or number >= _LEAST_CHOICES):
                 break
-            chosen = choose_recomputed(self._graph, target)
+            chosen = self._choice(target)
             if chosen in seen:
                 if best is not None:
                     break
@@ -129,9 +129,14 @@ class RecomputedPlans:
                 target -= excess
             missed = excess if excess > 0 else missed
         if self._best_of(seen, limit) is None:  # as many as save memory
-            seen.append(choose_recomputed(self._graph, 0.0))
+            seen.append(self._choice(0.0))
             self._rewritten(seen[-1], watch)
         return self._best_of(seen, limit)
+
+    def _choice(self, target: float) -> frozenset[int]:
+        """What is chosen for a limit, of what can be made again in the program as it is: barriers of the released
+        program may move the border between its parts."""
+        return choose_recomputed(self._graph, target) & recomputable(self._program)
 
     def _best_of(self, chosen: Collection[frozenset[int]], limit: float) -> _Rewritten | None:
         fitting = [one for one in map(self._tried.__getitem__, chosen) if one.peak_bytes <= limit]

@@ -79,20 +79,22 @@ def _shown(program: Program, value: int) -> int:
 
 @memoize
 def border(program: Program) -> int:
-    """The operation, by index, behind which most bytes wait for a reader: those that lead to a product or a loop, which
-    gradients of weights do not."""
+    """The operation, by index, behind which most bytes wait for a further reader: those that lead to a product or a
+    loop, which gradients of weights do not. What has one reader waits for none, however large it is."""
     makers, values, leading = program.makers, program.values, set[int]()
     for index in reversed(program.regions[0].operations):
         operation = program.operations[index]
         if operation.bodies or operation.primitive.name in PRODUCTS or not leading.isdisjoint(operation.results):
             leading.update(operation.read)
     change = [0] * (len(program.operations) + 1)
-    last = dict[int, int]()
+    first, last = dict[int, int](), dict[int, int]()
     for index in program.regions[0].operations:
-        last |= dict.fromkeys(program.operations[index].read, index)
+        for value in program.operations[index].read:
+            first.setdefault(value, index)
+            last[value] = index
     for value in materialised(program) & leading:
         if makers[value].region == 0 and value in last:
-            change[makers[value].index] += values[value].total_bytes
+            change[first[value]] += values[value].total_bytes
             change[last[value]] -= values[value].total_bytes
     most, waiting, found = 0, 0, 0
     for index, more in enumerate(change):

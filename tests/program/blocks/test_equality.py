@@ -206,7 +206,8 @@ def test_what_needs_the_whole_index(function):
     assert names.isdisjoint({"cumsum", "cummax", "argmax", "sort", "rev", "random_bits"})
 
 
-BYTES = lambda *shape: jax.random.bits(*shape, dtype="uint8")  # noqa: E731
+def small_bits(key, shape):
+    return jax.random.bits(key, shape, dtype="uint8")
 
 
 @pytest.mark.slow
@@ -215,7 +216,7 @@ BYTES = lambda *shape: jax.random.bits(*shape, dtype="uint8")  # noqa: E731
     [
         (jax.random.bits, 4, True),
         pytest.param(jax.random.normal, 3, False, marks=pytest.mark.long),
-        pytest.param(BYTES, 4, False, marks=pytest.mark.long),
+        pytest.param(small_bits, 4, False, marks=pytest.mark.long),
     ],
 )
 def test_random_numbers_of_blocks(draw, count: int, strided: bool):
