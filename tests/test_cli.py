@@ -70,7 +70,7 @@ def documented() -> list[str]:
     return [line[2:] for line in DOCUMENT.splitlines() if line.startswith("$ shardplan ")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_documented_commands_work(capsys: pytest.CaptureFixture[str]):
     commands = documented()
     assert len(commands) > 5
@@ -314,7 +314,7 @@ def test_rules(capsys: pytest.CaptureFixture[str]):
     assert "Sum" in records["dot_general"]["expression"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_as_a_program(folder: Path):
     """In a process of its own, without a platform set, as users run it."""
     environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}

@@ -80,7 +80,7 @@ def _shown(program: Program, value: int) -> int:
 @memoize
 def border(program: Program) -> int:
     """The operation, by index, behind which most bytes wait for a further reader: those that lead to a product or a
-    loop, which gradients of weights do not. What has one reader waits for none, however large it is."""
+    loop, which gradients of weights do not. What has one reader alone does not wait."""
     makers, values, leading = program.makers, program.values, set[int]()
     for index in reversed(program.regions[0].operations):
         operation = program.operations[index]
@@ -93,8 +93,8 @@ def border(program: Program) -> int:
             first.setdefault(value, index)
             last[value] = index
     for value in materialised(program) & leading:
-        if makers[value].region == 0 and value in last:
-            change[first[value]] += values[value].total_bytes
+        if makers[value].region == 0 and first.get(value) != last.get(value):
+            change[makers[value].index] += values[value].total_bytes
             change[last[value]] -= values[value].total_bytes
     most, waiting, found = 0, 0, 0
     for index, more in enumerate(change):

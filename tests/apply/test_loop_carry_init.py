@@ -27,7 +27,7 @@ def _params(width, words, layers=3):
     return {"layers": weights, "words": jax.random.normal(keys[0], (width, words)) / 8}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("pins", [pytest.param(None, marks=pytest.mark.long), {"1": jax.P(None, "x", None)}])
 def test_sums_of_loops_from_zeros(pins):
     """They are those of the unplanned step."""

@@ -109,7 +109,7 @@ def test_one_small_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pins", [None, {"1": P("x", "y")}], ids=str)
+@pytest.mark.parametrize("pins", [pytest.param(None, marks=pytest.mark.long), {"1": P("x", "y")}], ids=str)
 def test_numbers_drawn_in_a_row(pins: Any) -> None:
     """Where an inner dimension were split, XLA would bring all numbers to each device."""
 

@@ -250,7 +250,9 @@ print(gpu_mesh("h100", (2,), ("x",)).devices.size, jax.devices()[0].platform)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("early", [True, False], ids=["after JAX started", "before JAX started"])
+@pytest.mark.parametrize(
+    "early", [pytest.param(True, marks=pytest.mark.long), False], ids=["after JAX started", "before JAX started"]
+)
 @pytest.mark.parametrize("platforms", [None, "cpu"])
 def test_nothing_has_to_be_set_in_the_environment(early, platforms):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}

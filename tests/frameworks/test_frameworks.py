@@ -151,7 +151,9 @@ def eqx_step(model: Any, state: Any, x: Any) -> Any:
     return eqx.apply_updates(model, updates), state, value
 
 
-@pytest.mark.parametrize("inside", [lambda fn: fn, eqx.filter_jit], ids=["plain", "filter_jit"])
+@pytest.mark.parametrize(
+    "inside", [pytest.param(lambda fn: fn, marks=pytest.mark.long), eqx.filter_jit], ids=["plain", "filter_jit"]
+)
 def test_modules_with_functions_among_their_leaves(inside: Any) -> None:
     """Leaves that jax.jit would refuse are compiled in, and come back in the results."""
     model = eqx.nn.MLP(16, 1, 32, 2, key=jax.random.key(0))

@@ -88,7 +88,7 @@ def test_same_seed_same_state():
     assert not (first == other).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gpt_is_causal():
     """A position depends on earlier ones alone."""
     config = gpt.Config(layers=2, width=32, heads=4, vocabulary=64, sequence=16, batch=1)
@@ -102,7 +102,7 @@ def test_gpt_is_causal():
     assert not np.allclose(before[0, 9:], after[0, 9:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_attention_agrees_with_jax():
     config = gpt.Config(width=32, heads=4)
     x = jax.random.normal(jax.random.key(0), (2, 16, 32))

@@ -15,13 +15,8 @@ from tests.helpers.slow_devices import SLOW_DEVICES
 MESHES = {"8": {"data": 8}, "2x4": {"data": 2, "model": 4}, "2x2x2": {"data": 2, "model": 2, "more": 2}}
 STEPS = 2
 TOLERANCE = 1e-4
-QUICK = {("mlp", "2x2x2")}
 SLOW_TO_TRACE = {"darknet", "dcgan", "inception"}
-CASES = [
-    pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else [pytest.mark.long])
-    for name in NAMES
-    for mesh in MESHES
-]
+CASES = [pytest.param(name, mesh, marks=pytest.mark.long) for name in NAMES for mesh in MESHES]
 
 
 def run(step, training):

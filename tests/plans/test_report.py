@@ -211,6 +211,7 @@ def test_explained_operation(plan: Plan):
     assert "other splits" in text
 
 
+@pytest.mark.long
 def test_explained_by_source_and_glob(plan: Plan):
     text = plan.explain("* dot_general", time_limit=0.1)
     assert text.count("other splits") == 6

@@ -21,7 +21,10 @@ from tests.helpers.random_programs import mesh_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", pytest.param("unsafe_rbg", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "impl",
+    ["threefry2x32", pytest.param("rbg", marks=pytest.mark.long), pytest.param("unsafe_rbg", marks=pytest.mark.long)],
+)
 def test_keys_of_all_implementations(impl: str) -> None:
     """Key arrays split over devices, in a donated state, and as results are those of jit."""
     keys, x = jax.random.split(jax.random.key(3, impl=impl), 8), jnp.asarray(worker.X)

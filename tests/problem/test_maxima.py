@@ -128,7 +128,9 @@ def test_maxima_of_library_softmaxes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt", "llama", "vit"])
+@pytest.mark.parametrize(
+    "model", ["gpt", pytest.param("llama", marks=pytest.mark.long), pytest.param("vit", marks=pytest.mark.long)]
+)
 def test_maxima_of_models(model: str):
     """No plan has integers: every maximum is that of a softmax."""
     training = MODELS[model]()

@@ -29,7 +29,10 @@ def commands() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(path, marks=[pytest.mark.long] * (path.name == "training.md")) for path in DOCUMENTS],
+    [
+        pytest.param(path, marks=[pytest.mark.long] * (path.name in ("training.md", "frameworks.md")))
+        for path in DOCUMENTS
+    ],
     ids=NAMES,
 )
 def test_python_runs(document: Path):

@@ -52,6 +52,7 @@ def test_loops_and_branches():
     assert "scanned(" in text and "lax.while_loop(" in text and "lax.switch(" in text
 
 
+@pytest.mark.long
 def test_many_operations():
     def step(x, ids):
         y = jnp.sort(x, axis=0)[::-1].at[3].add(1.0)
