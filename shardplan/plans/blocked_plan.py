@@ -31,6 +31,10 @@ _MOST_PLANS = 5
 _MOST_LOOPS = 3
 """Choices of loops, each in the program that has those before."""
 
+_AS_EXPECTED = 1.1
+"""The step of a plan that fits may be so much longer than estimated. Else it sends more in its blocks, and the next
+candidate is planned too."""
+
 _LEAST_SECONDS = 0.1
 """The time of a search that begins after the time limit, for a plan that fits at all."""
 
@@ -93,9 +97,10 @@ class BlockedPlans:
             if one is None:
                 continue
             found.append(one)
-            if one.plan.peak_bytes <= limit or options[0].peak > target:
+            expected = begun.seconds + options[0].seconds
+            if options[0].peak > target or (one.plan.peak_bytes <= limit and one.seconds <= _AS_EXPECTED * expected):
                 break
-            target *= limit / one.plan.peak_bytes
+            target *= min(1.0, limit / one.plan.peak_bytes)
         return found
 
     def _candidates_of(self, begun: _Planned) -> BlockCandidates:
