@@ -116,7 +116,7 @@ def span_of(position: Affine, name: str, span: Span, sizes: Mapping[str, int]) -
     Raises :class:`Refusal` where its ends do not advance by equal steps.
     """
     if not ends_are_met(position, name):
-        raise Refusal("it occurs in one position in ways that pull apart")
+        raise Refusal("its parts in one position do not meet their ends together")
     step, low, high = 0, position.offset, position.offset + 1
     for coefficient, atom in position.terms:
         if atom == name:

@@ -342,7 +342,7 @@ def test_the_demo_is_run_by_name(capsys: pytest.CaptureFixture[str]):
     assert "shardplan demo" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_runs_as_a_module_and_warns_in_one_line(folder: Path):
     command = [sys.executable, "-m", "shardplan", "plan", "steps:odd", "--mesh", "data=8"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

@@ -145,7 +145,11 @@ def test_transitions_that_begin_with_a_slice() -> None:
 
 @pytest.mark.slow
 @compiles_for_gpus
-@pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param((8,), marks=pytest.mark.long), (2, 4), pytest.param((2, 2, 2), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_compiled_bytes_of_sampled_transitions(sizes: tuple[int, ...]) -> None:
     """XLA sends the bytes of the path."""
     case = Case(sizes)
@@ -266,7 +270,11 @@ def check_reductions(case: Case, count: int | None) -> None:
 
 @pytest.mark.slow
 @compiles_for_gpus
-@pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param((8,), marks=pytest.mark.long), (2, 4), pytest.param((2, 2, 2), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_compiled_bytes_of_sampled_reductions(sizes: tuple[int, ...]) -> None:
     """XLA sends the bytes of the path."""
     check_reductions(Case(sizes), count=6)

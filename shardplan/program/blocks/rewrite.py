@@ -13,7 +13,6 @@ from shardplan.program.blocks.loop import Loop, Refused
 from shardplan.program.blocks.regions import Region, regions
 from shardplan.program.blocks.tiles import run_on_tile
 from shardplan.program.blocks.tiling import Tiling, tiling
-from shardplan.program.operation_kinds import readers_in
 from shardplan.program.program import Constant, Operation, Program
 from shardplan.program.tracing import retraced
 from shardplan.rules import Refusal
@@ -126,7 +125,7 @@ class _Rewriting:
 
     def _ordered(self) -> list[int]:
         """Operations by index, and loops as negative numbers, in an order in which each follows what it reads."""
-        program, readers = self._program, readers_in(self._program)
+        program = self._program
         reads = dict[int, set[int]]()
         for index in program.regions[0].operations:
             operation = program.operations[index]
@@ -139,7 +138,6 @@ class _Rewriting:
             for index in region.operations:
                 found |= self._makers(program.operations[index].read, number)
             reads[-1 - number] = found
-        del readers
         first = {-1 - number: region.operations[0] for number, region in enumerate(self._regions)}
         behind: dict[int, list[int]] = {}
         for node, before in reads.items():
