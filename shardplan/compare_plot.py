@@ -7,26 +7,14 @@ import os
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from shardplan.common.tables import size_text
 from shardplan.errors import ArgumentError
+from shardplan.plans.page_head import Compared
 
 
-class Plotted(Protocol):
-    """A row of ``shardplan.compare``."""
-
-    @property
-    def method(self) -> str: ...
-    @property
-    def communication_bytes(self) -> float: ...
-    @property
-    def peak_bytes(self) -> float: ...
-    @property
-    def note(self) -> str: ...
-
-
-def save_plot(rows: Sequence[Plotted], title: str, path: str | os.PathLike[str]) -> None:
+def save_plot(rows: Sequence[Compared], title: str, path: str | os.PathLike[str]) -> None:
     """Writes the bars of a comparison, as PNG, SVG or PDF by the end of the path.
 
     Raises ArgumentError without Matplotlib, and for a path that cannot be written.

@@ -1,9 +1,9 @@
 """Residuals: what the forward part of a step makes, and its backward part reads.
 
 The border between the two parts is found by dependence alone: it is the operation behind which most bytes wait for a
-reader. Values in memory are *materialised*: results of products, convolutions, gathers, scatters and reductions,
-operands of products, and sums of two tensors that are read several times (a residual stream). What is computed element
-by element from them follows them: kernels that read it compute it.
+further reader. Values in memory are *materialised*: results of products, convolutions, gathers, scatters and
+reductions, operands of products, and sums of two tensors that are read several times (a residual stream). What is
+computed element by element from them follows them: kernels that read it compute it.
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.program.tracing import trace_program

@@ -215,7 +215,7 @@ class Writer:
     def _calls(
         self, body: Body, statements: list[Statement], uses: _Uses, starts: Sequence[int], length: int
     ) -> list[Statement]:
-        """Copies of a part as calls of functions, one for all in which values flow alike."""
+        """Copies of a part as calls of functions, one for all that pass values in the same way."""
         flows: dict[Any, list[int]] = {}
         for start in starts:
             flows.setdefault(uses.flow(start, length), []).append(start)
