@@ -1,7 +1,7 @@
 """Choosing what is recomputed: the residuals whose recomputation keeps a schedule within a memory limit.
 
 First, what saves most of the bytes above the limit per second that it adds, one kind of residual after another in all
-repeated layers at once; or all that no large product makes, as policies by hand do. Then single values are kept again,
+repeated layers at once; or all that a policy by hand computes again. Then single values are kept again,
 as far as that fits, the dearest first.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.optimize.checkpoint_policies import POLICIES
 from shardplan.optimize.residual_graph import ResidualGraph
 
 _LEAST_SECONDS = 1e-7
@@ -32,7 +33,7 @@ _STEPS = 2
 def choose_recomputed(graph: ResidualGraph, limit: float) -> frozenset[int]:
     """The residuals to recompute, as few seconds of them as are found; the most where the limit is not reached."""
     by_kinds = [_by_kinds(graph, limit, capped) for capped in (True, False)]
-    found = [graph.useful(one) for one in (*by_kinds, graph.cheap)]
+    found = [*map(graph.useful, by_kinds), *(policy(graph) for policy in POLICIES.values())]
     fitting = [_kept_again(graph, one, limit) for one in found if _Judged.of(graph, one, limit).excess <= 0]
     if fitting:
         return min(fitting, key=lambda one: graph.estimate(one)[1])

@@ -17,6 +17,7 @@ from shardplan.common.progress import set_stage
 from shardplan.errors import InfeasibleError
 from shardplan.memory import lifetimes_of
 from shardplan.optimize.carried_over import carried_over
+from shardplan.optimize.checkpoint_policies import POLICIES
 from shardplan.optimize.choose_recomputed import choose_recomputed
 from shardplan.optimize.residual_graph import ResidualGraph
 from shardplan.optimize.solve_once import ACCEPTABLE_GAP, Choices, FoundSchedule, Search
@@ -100,6 +101,10 @@ class RecomputedPlans:
         least = _LARGE * max(self._graph.sizes.values(), default=0.0)
         large = self._graph.useful([value for value, size in self._graph.sizes.items() if size >= least])
         return self._reported(self._rewritten(self._in_program(large), watch), watch)
+
+    def by_policy(self, policy: str, watch: Stopwatch) -> PlanData:
+        """The plan that computes again what a policy of `jax.checkpoint` around every layer does, within any limit."""
+        return self._reported(self._rewritten(self._in_program(POLICIES[policy](self._graph)), watch), watch)
 
     # ---- what is recomputed
 
