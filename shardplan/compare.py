@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,6 +180,8 @@ def compare(
     chosen = options_from(options)
     mesh = as_mesh(mesh)
     chosen.check()
+    if isinstance(methods, str) or not isinstance(methods, Iterable):
+        raise ArgumentError(f"`methods` is a list of names, got `{methods!r}`")
     known = (*BASELINES, *METHODS, *PLACEMENT_METHODS)
     unknown = [method for method in methods if method not in known]
     if unknown or not methods:

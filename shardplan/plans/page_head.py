@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile
 from shardplan.layout.layout import axes_of
 from shardplan.options import Options
@@ -57,16 +58,22 @@ class Compared(Protocol):
 
 def plan_page(plan: PlanData, comparison: Iterable[Compared] | None = None) -> str:
     """The page of a plan. Raises PlanMismatchError for a plan without its program."""
-    schedule = plan.schedule
+    schedule, compared = plan.schedule, _rows_of(comparison)
     data = page_data(schedule, donated_leaves(plan.program, plan.donated))
     title = f"{plan.program.name} over mesh ({mesh_text(plan.mesh_axes)})"
-    compared = [
-        [row.method, *map(_finite, (row.communication_bytes, row.peak_bytes, row.simulated_seconds)), row.note]
-        for row in comparison or ()
-    ]
     head = {**plan_head(plan, bool(compared)), "comparison": compared}
     why = reasons(plan, data["collectives"], data["operations"]["kind"])
     return page_text(title, {"head": head, "why": why, **data})
+
+
+def _rows_of(comparison: Iterable[Compared] | None) -> list[list[Any]]:
+    try:
+        return [
+            [row.method, *map(_finite, (row.communication_bytes, row.peak_bytes, row.simulated_seconds)), row.note]
+            for row in comparison or ()
+        ]
+    except (TypeError, AttributeError):
+        raise ArgumentError(f"`comparison` is a result of shardplan.compare, got `{comparison!r}`") from None
 
 
 def notebook_page(plan: PlanData) -> str:
