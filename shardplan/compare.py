@@ -36,7 +36,7 @@ from shardplan.plans.choose_mesh import make_plan
 from shardplan.plans.pipeline import DEFAULT_HARDWARE, RESERVED_MEMORY, build_problem, plan_program
 from shardplan.plans.plan import Plan
 from shardplan.plans.planned_call import trace_call
-from shardplan.plans.report import mesh_text, objective_text
+from shardplan.plans.report import above_share, mesh_text, objective_text
 from shardplan.plans.simulate import simulate
 from shardplan.problem.baselines import BASELINES
 from shardplan.problem.tofu_annotations import annotate
@@ -154,9 +154,10 @@ def _cells(row: ComparedPlan, simulated: bool) -> tuple[str, ...]:
     sent, peak = size_cell(row.communication_bytes), size_cell(row.peak_bytes)
     if row.plan is None:
         return (row.method, sent, "", "", peak, *step, seconds, row.note)
-    gap = "" if math.isnan(row.gap) else f"{100 * row.gap:.4f} %" if row.gap < 0.01 else f"{100 * row.gap:.1f} %"
+    share = None if math.isinf(row.lower_bound) else above_share(row.objective, row.lower_bound)
+    above = "" if share is None else f"{100 * share:.4f} %" if share < 0.01 else f"{100 * share:,.1f} %"
     objective = objective_text(row.plan, row.objective)
-    return (row.method, sent, objective, gap, peak, *step, seconds, row.note)
+    return (row.method, sent, objective, above, peak, *step, seconds, row.note)
 
 
 def compare(
