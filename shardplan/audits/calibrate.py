@@ -29,6 +29,7 @@ from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile, Link, load
 from shardplan.layout.collectives import CollectiveKind
 from shardplan.layout.mesh import can_run, memory_for_arrays, with_auto_axes
+from shardplan.plans.mesh_profile import profile_of
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.simulate import simulate
 from shardplan.timing.simulator import Simulation
@@ -236,6 +237,7 @@ def _profile(mesh: Mesh, curves: _Curves) -> HardwareProfile:
         inter_host=slowest,
         axes=axes,
         sources=(f"measured on {mesh.size} x {device.device_kind}, mesh {dict(mesh.shape)}, by shardplan.calibrate",),
+        host_bytes_per_second=load(profile_of(mesh)).host_bytes_per_second,  # not measured
     )
 
 
@@ -284,12 +286,14 @@ def profile_toml(profile: HardwareProfile) -> str:
     """A profile in the form of the files in `shardplan/hardware_profiles`."""
     links = {"intra_host": profile.intra_host, "inter_host": profile.inter_host}
     links |= {f"axes.{_quoted(axis)}": link for axis, link in profile.axes.items()}
+    host = profile.host_bytes_per_second
     lines = [
         f"sources = [{', '.join(_quoted(source) for source in profile.sources)}]",
         f"devices_per_host = {profile.devices_per_host}",
         f"memory_bytes = {profile.memory_bytes}",
         f"memory_bytes_per_second = {profile.memory_bytes_per_second!r}",
         f"launch_seconds = {profile.launch_seconds!r}",
+        *([] if host is None else [f"host_bytes_per_second = {host!r}"]),
         "",
         "[flops_per_second]",
         *(f"{dtype} = {rate!r}" for dtype, rate in profile.flops.items()),

@@ -115,7 +115,7 @@ def test_the_file_of_a_shipped_profile_is_read_back(tmp_path):
     (tmp_path / "copy.toml").write_text(profile_toml(profile))
     copy = load(tmp_path / "copy.toml")
     assert (copy.flops, copy.intra_host, copy.inter_host) == (profile.flops, profile.intra_host, profile.inter_host)
-    assert (copy.memory_bytes, copy.sources) == (profile.memory_bytes, profile.sources)
+    assert replace(copy, name="h100") == profile
 
 
 def test_axes_of_any_name_are_read_back(tmp_path):
