@@ -195,7 +195,8 @@ function memoryView() {
   const canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": "Memory over the step, by category. Arrow keys move the cursor." });
   const said = el("p", { id: "cursor" }), live = el("div", { class: "scroll" });
   let cursor = MEMORY.peak;
-  const limit = D.head.limit, top = 1.06 * Math.max(MEMORY.total[MEMORY.peak], limit < 4 * MEMORY.total[MEMORY.peak] ? limit : 0) || 1;
+  const compiled = D.memory.compiled || [], highest = compiled.reduce((most, one) => Math.max(most, one[1]), 0);
+  const limit = D.head.limit, top = 1.06 * Math.max(highest, MEMORY.total[MEMORY.peak], limit < 4 * MEMORY.total[MEMORY.peak] ? limit : 0) || 1;
   function draw() {
     const [context, width] = fitted(canvas, height), inner = width - margin - 10, low = height - 22;
     const y = (bytes) => low - (bytes / top) * (low - 8);
@@ -218,6 +219,14 @@ function memoryView() {
         context.fillRect(left, y(held + series[place]), right - left, y(held) - y(held + series[place]));
         held += series[place];
       });
+    }
+    if (compiled.length) {
+      context.strokeStyle = colour("--text");
+      context.lineWidth = 1.2;
+      context.beginPath();
+      compiled.forEach(([place, bytes]) => context.lineTo(margin + ((place + 0.5) / MEMORY.count) * inner, y(bytes)));
+      context.stroke();
+      context.lineWidth = 1;
     }
     if (limit <= top) {
       context.strokeStyle = context.fillStyle = colour("--limit");
@@ -257,7 +266,8 @@ function memoryView() {
     if (event.key in steps) { event.preventDefault(); held = true; move(cursor + steps[event.key]); }
   });
   const legend = el("div", { class: "legend" }, D.categories.map((name, category) => MEMORY.series[category].some((bytes) => bytes)
-    ? el("span", {}, el("span", { class: "swatch", style: { background: CATEGORY[category] } }), `${name} ${size(MEMORY.series[category][MEMORY.peak])}`) : null));
+    ? el("span", {}, el("span", { class: "swatch", style: { background: CATEGORY[category] } }), `${name} ${size(MEMORY.series[category][MEMORY.peak])}`) : null),
+    compiled.length ? el("span", { id: "compiled" }, `line: the compiled step, at most ${size(highest)}`) : "");
   redraw = draw;
   setTimeout(draw);
   tell();
@@ -521,7 +531,7 @@ function comparison(own) {
 function head() {
   const own = D.head, share = own.peak_bytes / own.limit, recomputed = D.operations.kind.map((kind) => D.operations.kinds[kind]).filter((kind) => D.phases[kind[PHASE_OF]] === "recomputed");
   const figures = [
-    figure("sent per device and step", size(own.communication_bytes), own.above === null ? "without a bound" : `at most ${percent(own.above)} above the optimum`),
+    figure("sent per device and step", size(own.communication_bytes), own.above === null ? "without a bound" : `${own.above > 0 && own.above < 1e-6 ? "" : "at most "}${percent(own.above)} above the optimum`),
     figure("peak per device", size(own.peak_bytes), `${own.verified ? "compiled for " + own.verified : "predicted"}, ${percent(share)} of the limit of ${size(own.limit)}`, el("div", { class: "bar" + (share > 1 ? " over" : "") }, el("i", { style: { width: Math.min(100, 100 * share) + "%" } }))),
     figure("step, simulated", time(D.timeline.nanoseconds), `by the planner's model ${time(1e9 * own.seconds.work)} of work, ${time(1e9 * own.seconds.exposed)} exposed`),
     own.repeated === null ? null : figure("repeated work", percent(own.repeated), "of a device's work, since not all devices share it"),

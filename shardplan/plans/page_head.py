@@ -49,7 +49,7 @@ class Compared(Protocol):
 def plan_page(plan: PlanData, comparison: Iterable[Compared] | None = None) -> str:
     """The page of a plan. Raises PlanMismatchError for a plan without its program."""
     schedule, compared = plan.schedule, _rows_of(comparison)
-    data = page_data(schedule, donated_leaves(plan.program, plan.donated))
+    data = page_data(schedule, donated_leaves(plan.program, plan.donated), plan.held)
     title = f"{plan.program.name} over mesh ({mesh_text(plan.mesh_axes)})"
     head = {**plan_head(plan, bool(compared)), "comparison": compared}
     why = reasons(plan, data["collectives"], data["operations"]["kind"])
