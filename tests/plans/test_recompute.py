@@ -94,7 +94,7 @@ def test_values_of_a_recomputed_step(mesh, share):
 def test_values_of_a_scan_whose_slices_are_made_again(mesh, every, monkeypatch):
     """A backward scan makes slices again that a forward scan stacks for it, and gives what the plain step gives."""
     if every:  # then the carry is stacked
-        monkeypatch.setattr(recomputed_plan, "choose_recomputed", lambda graph, limit: frozenset(graph.stacks))
+        monkeypatch.setattr(recomputed_plan, "choose_recomputed", lambda graph, *_: frozenset(graph.stacks))
     limit = limit_at(0.4, mesh, scanned, SCANNED)
     planned = shardplan.auto(scanned, mesh, memory_limit=limit)
     plan = planned.plan(*SCANNED)
@@ -184,7 +184,7 @@ def test_no_fit():
         shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1), fit=())
 
 
-@pytest.mark.parametrize("fit", ["recompute", ("pages",), ("recompute", "host"), 1, None])
+@pytest.mark.parametrize("fit", ["recompute", ("pages",), ("recompute", "disk"), 1, None])
 def test_unknown_words_of_fit(fit):
     """What is no tuple of known words is refused before any work."""
     with pytest.raises(shardplan.ArgumentError, match="fit is a tuple"):
