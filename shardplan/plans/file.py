@@ -161,6 +161,7 @@ class Statistics(TypedDict):
     verified: NotRequired[Verified]
     recomputed: NotRequired[tuple[RecomputedRow, ...]]
     offloaded: NotRequired[tuple[OffloadedRow, ...]]
+    kept_for_effects: NotRequired[int]
     blocks: NotRequired[tuple[BlocksRow, ...]]
 
 

@@ -30,7 +30,7 @@ from shardplan.plans.stopwatch import Stopwatch
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule
 from shardplan.program.program import Program
-from shardplan.program.recompute import Offloaded, origins, recomputable, recomputing
+from shardplan.program.recompute import Offloaded, kept_for_effects, origins, recomputable, recomputing
 from shardplan.search import Solution, descents
 from shardplan.timing.step_time import memory_traffic, step_time
 
@@ -239,7 +239,8 @@ class RecomputedPlans:
         copies = graph.copies(chosen.chosen) if offloaded else {}
         work = {v: dict(zip(_SUMS, graph.figures(v, again), strict=True)) for v in recomputed}
         waiting = {v: {"count": 1, "bytes": graph.sizes[v], "seconds": one.seconds} for v, one in copies.items()}
-        rows = {"recomputed": self._rows(work), "offloaded": self._rows(waiting)}
+        kept = len(kept_for_effects(self._program))
+        rows = {"recomputed": self._rows(work), "offloaded": self._rows(waiting), "kept_for_effects": kept}
         return replace(plan, recipe=recipe, statistics={**plan.statistics, **rows})
 
     def _rows(self, figures: Mapping[int, Mapping[str, float]]) -> list[dict[str, object]]:

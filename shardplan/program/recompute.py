@@ -84,6 +84,15 @@ def followers(program: Program, values: frozenset[int]) -> frozenset[int]:
     return frozenset(found)
 
 
+def kept_for_effects(program: Program) -> tuple[int, ...]:
+    """The values of the forward part that late operations need and that are never made again: effects make them."""
+    forward = early(program)
+    late = {o for operation in program.operations if operation.index not in forward for o in operation.read}
+    made = (program.operations[index] for index in sorted(forward))
+    values = (result for operation in made if operation.equation.effects for result in operation.results)
+    return tuple(value for value in values if not late.isdisjoint(followers(program, frozenset([value]))))
+
+
 def chain(program: Program, recomputed: Collection[int], value: int, known: Collection[int] = ()) -> list[Operation]:
     """The operations that make a value again from what is kept, or ``known``, in the order of the program."""
     found, stack = dict[int, Operation](), [value]
