@@ -22,6 +22,7 @@ from shardplan.rules.lambdas import Opaque as Opaque
 from shardplan.rules.lambdas import Or as Or
 from shardplan.rules.lambdas import Prod as Prod
 from shardplan.rules.lambdas import Sum as Sum
+from shardplan.rules.linear import linear_sets as linear_sets
 from shardplan.rules.operations import rule_of as rule_of
 from shardplan.rules.rule import Rule as Rule
 from shardplan.rules.rule import derive as derive

@@ -11,11 +11,14 @@ block may start anywhere, and its intervals in the operands may overlap those of
 ('x', 0, Fraction(2, 1))
 >>> step.needed(0, Span(4, 0, 4))
 Span(step=8, low=0, high=9)
+>>> step.reached(0, Span(8, 0, 8))
+Span(step=4, low=-1, high=4)
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil, floor
 from typing import NamedTuple
 
 from shardplan.rules.analysis import Facts, Refusal, ends_are_met
@@ -79,6 +82,32 @@ class Along:
             found = span_of(position, self.name, span, self.expression.sizes).union(found)
         assert found is not None
         return found
+
+    def reached(self, operand: int, span: Span) -> Span:
+        """The span of the index outside of which the operation does not read a span of an operand's dimension: where
+        the index is no whole dimension by itself, in whole runs of what reads one position."""
+        if self.plain:
+            return span
+        scale = self.scale(operand)
+        if scale <= 0 or (span.step / scale).denominator > 1:
+            raise Refusal("it does not go through the dimension in whole steps")
+        step, run = int(span.step / scale), scale.denominator
+        block = self.needed(operand, Span(step, 0, step))
+        first, last = block.low - 1, block.high - scale * (step - 1)  # at least what position 0 of the index reads
+        low, high = ceil((span.low - last) / scale), floor((span.high - 1 - first) / scale) + 1
+        while low < high and not self._reads(operand, low, span):
+            low += 1
+        while low < high and not self._reads(operand, high - 1, span):
+            high -= 1
+        return Span(step, low // run * run, -(-high // run) * run)
+
+    def _reads(self, operand: int, position: int, span: Span) -> bool:
+        """Whether a position of the index may read a position of a span of an operand's dimension."""
+        try:
+            found = self.needed(operand, Span(0, position, position + 1))
+        except Refusal:  # it reads nothing there
+            return False
+        return found.low < span.high and span.low < found.high
 
     def scale(self, operand: int) -> Fraction:
         """The positions by which an operand's dimension advances where the index advances by one."""

@@ -250,6 +250,17 @@ def from_spec(mesh: MeshAxes, spec: PartitionSpec, rank: int) -> Layout:
     return tuple(layout)
 
 
+def axes_by_dim(mesh: MeshAxes, layout: Layout, dims: Sequence[int]) -> tuple[tuple[str, int, int], ...]:
+    """The name and the size of each mesh axis, and the place among ``dims`` of the one that it splits, -1 without one.
+
+    >>> axes_by_dim(MeshAxes(("x", "y"), (2, 4)), ((), (1,)), (1, 0))
+    (('x', 2, -1), ('y', 4, 0))
+    """
+    split = {axis: place for place, dim in enumerate(dims) for axis in layout[dim]}
+    named = enumerate(zip(mesh.names, mesh.sizes, strict=True))
+    return tuple((name, size, split.get(axis, -1)) for axis, (name, size) in named)
+
+
 def satisfies(layout: Layout, fixed: tuple[tuple[int, ...] | None, ...]) -> bool:
     """Whether a layout satisfies a hard layout, in which None is a free dimension."""
     return all(want is None or axes == want for axes, want in zip(layout, fixed, strict=True))

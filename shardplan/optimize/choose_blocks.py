@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan import _jax
+from shardplan.layout.layout import axes_by_dim
 from shardplan.memory import Lifetimes
 from shardplan.problem.schedule import Schedule
 from shardplan.program.blocks import Blocks, Growth, Region, Tiling, grown, regions, tiling
@@ -73,24 +74,24 @@ class BlockCandidates:
 
     def _fewest(self, family: _Family, limit: float) -> Candidate | None:
         """The fewest blocks whose estimated peak is within the limit, or as many as lower it at all."""
-        count, before = 1, float(self._profile.max())
-        while 2 * count <= family.most:
-            peak = self._peak(family, 1 / (2 * count) ** len(family.seeds))
+        counts, before = (1,) * len(family.seeds), float(self._profile.max())
+        while (more := family.more(counts)) is not None:
+            peak = self._peak(family, 1 / prod(more))
             if peak >= _GAIN * before:
                 break
-            count, before = 2 * count, peak
+            counts, before = more, peak
             if peak <= limit:
                 break
-        if count == 1:
+        if prod(counts) == 1:
             return None
-        counts = (count,) * len(family.seeds)
         try:
-            tiles = [tiling(family.program, family.growth, region, counts) for region in family.regions]
+            tiles = [tiling(family.program, family.growth, region, counts, family.devices) for region in family.regions]
         except Refusal:
             return None
         loops = zip(family.regions, tiles, strict=True)
         seconds = sum(self._seconds(family.growth, region, own) for region, own in loops)
-        return Candidate(Blocks(family.seeds, counts, family.least_bytes, self._strided), before, seconds)
+        blocks = Blocks(family.seeds, counts, family.least_bytes, self._strided, family.mesh)
+        return Candidate(blocks, before, seconds)
 
     def _peak(self, family: _Family, share: float) -> float:
         """The most bytes of a device where what is inside of loops has a share of its size."""
@@ -135,9 +136,7 @@ class BlockCandidates:
             strategy = strategies.get(index)
             if choices is None or strategy is None:
                 continue
-            rows = prod(
-                count * part.span.length / part.along.size for count, part in zip(tiles.counts, parts, strict=True)
-            )
+            rows = prod(tiles.total(axis) * part.span.length / part.along.size for axis, part in enumerate(parts))
             total += prices.work(choices.flops * max(rows - 1, 0.0), 0, choices.dtype, strategy.degree)
             whole = [o for o in operation.read if not growth.blocked(o)]
             again = [*whole, *(result for result in operation.results if result in tiles.reduced)]
@@ -159,37 +158,39 @@ class BlockCandidates:
     def _families(self) -> Iterator[_Family]:
         seen = set[tuple[frozenset[int], ...]]()
         for value, size in self._seeds():
-            single = []
-            for dim, extent in enumerate(self._program.values[value].shape):
-                family = self._family(((value, dim),), 0.0) if extent > 1 else None
-                if family is None:
-                    continue
-                single.append(family)
-                for one in (family, self._family(family.seeds, _COMPONENT * size)):
-                    if one is not None and one.key not in seen:
-                        seen.add(one.key)
-                        yield one
-            for pair in combinations([one for one in single if one.overlaps], 2):
-                both = self._family((*pair[0].seeds, *pair[1].seeds), 0.0)
-                if both is not None and both.key not in seen:
-                    seen.add(both.key)
-                    yield both
+            found = list(self._families_of(value, size))
+            deep = any(one.mesh for one in found)  # else each operation exchanges its own halo in every block
+            for one in found:
+                if one.key not in seen and (one.mesh or not one.overlaps or not deep):
+                    seen.add(one.key)
+                    yield one
+
+    def _families_of(self, value: int, size: float) -> Iterator[_Family]:
+        single = []
+        for dim, extent in enumerate(self._program.values[value].shape):
+            family = self._family(((value, dim),), 0.0) if extent > 1 else None
+            if family is None:
+                continue
+            single.append(family)
+            yield from filter(None, (family, self._family(family.seeds, _COMPONENT * size)))
+        for pair in combinations([one for one in single if one.overlaps], 2):
+            yield from filter(None, [self._family((*pair[0].seeds, *pair[1].seeds), 0.0)])
 
     def _family(self, seeds: tuple[tuple[int, int], ...], least_bytes: float) -> _Family | None:
         program, growth = grown(self._program, seeds)
         found = tuple(regions(program, growth, least_bytes))
-        most = min(self._rows(value, dim) for value, dim in seeds)
         if not found:
             return None
         try:
             tiles = [tiling(program, growth, region, (2,) * len(seeds)) for region in found]
         except Refusal:
             return None
-        halos = any(
-            span.low or span.high != span.step for own in tiles for spans in own.spans for span in spans.values()
-        )
         inside, given = self._bytes_over_time([*zip(found, tiles, strict=True)])
-        return _Family(seeds, least_bytes, program, growth, found, min(most, _MOST_BLOCKS), halos, inside, given)
+        halos, mesh, value = any(own.overlaps for own in tiles), self._schedule.space.mesh, seeds[0][0]
+        split = axes_by_dim(mesh, self._schedule.assignment.values.get(value, ()), [dim for _, dim in seeds])
+        whole = halos and bool(mesh.splitting) and all(split[axis][2] >= 0 for axis in mesh.splitting)
+        rows = tuple(self._rows(value, dim) for value, dim in seeds)
+        return _Family(seeds, least_bytes, program, growth, found, rows, halos, split if whole else (), inside, given)
 
     def _seeds(self) -> list[tuple[int, float]]:
         """The largest values where most bytes are live, each of another shape and origin."""
@@ -207,18 +208,37 @@ class BlockCandidates:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """The regions along some indices. ``overlaps``: their blocks have rows in common, as those of windows have.
-    ``inside`` and ``given`` are bytes over time: of what lives in loops alone, and of what these give."""
+    """The regions along some indices, of which a device has so many ``rows``.
+
+    ``overlaps``: their blocks have rows in common, as those of windows have.
+    ``mesh`` is that of blocks whose indices devices split, and nothing else. ``inside`` and ``given`` are bytes over
+    time: of what lives in loops alone, and of what these give."""
 
     seeds: tuple[tuple[int, int], ...]
     least_bytes: float
     program: Program
     growth: Growth
     regions: Sequence[Region]
-    most: int
+    rows: tuple[int, ...]
     overlaps: bool
+    mesh: tuple[tuple[str, int, int], ...]
     inside: Array
     given: Array
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Of each index, those that split it."""
+        return tuple(prod(size for _, size, own in self.mesh if own == index) for index in range(len(self.seeds)))
+
+    def more(self, counts: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Twice as many blocks, of the index whose blocks have most rows: None where there are no more.
+
+        Each index that devices do not split has two blocks or more."""
+        first = [axis for axis, devices in enumerate(self.devices) if devices == 1] if prod(counts) == 1 else []
+        longest = max(range(len(counts)), key=lambda axis: self.rows[axis] / counts[axis])
+        more = tuple(count * (1 + (axis in (first or [longest]))) for axis, count in enumerate(counts))
+        allowed = (count <= min(rows, _MOST_BLOCKS) for count, rows in zip(more, self.rows, strict=True))
+        return more if all(allowed) else None
 
     @property
     def key(self) -> tuple[frozenset[int], ...]:

@@ -1,8 +1,8 @@
 """Choosing what is recomputed or waits on the host: the residuals whose fates keep a schedule within a memory limit.
 
 First, what saves most of the bytes above the limit per second that it adds, one kind of residual after another in all
-repeated layers at once, by whichever fate is cheaper; or all that no large product makes, as policies by hand do. Then
-single values are kept again, as far as that fits, the dearest first.
+repeated layers at once, by whichever fate is cheaper; or all that a policy by hand computes again. Then single values
+are kept again, as far as that fits, the dearest first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from operator import invert
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.optimize.checkpoint_policies import POLICIES
 from shardplan.optimize.residual_graph import ResidualGraph
 
 _LEAST_SECONDS = 1e-7
@@ -41,11 +42,11 @@ class Fates:
 
 def choose_recomputed(graph: ResidualGraph, limit: float, fates: Fates) -> frozenset[int]:
     """The fates of residuals, for as few seconds as are found; those that save most where the limit is not reached."""
-    found = [_by_kinds(graph, limit, capped, fates) for capped in (True, False)]
+    ways = [fates, Fates()] if fates.recompute and fates.host_bytes else [fates]
+    by_kinds = [_by_kinds(graph, limit, capped, way) for way in ways for capped in (True, False)]
+    found = [*map(graph.useful, by_kinds)]
     if fates.recompute:
-        found.append(frozenset(graph.cheap))
-        others = Fates() if fates.host_bytes else None
-        found += [_by_kinds(graph, limit, capped, others) for capped in (True, False) if others is not None]
+        found += [policy(graph) for policy in POLICIES.values()]
     fitting = [_kept_again(graph, one, limit) for one in found if _Judged.of(graph, one, limit).excess <= 0]
     if fitting:
         return min(fitting, key=lambda one: graph.estimate(one)[1])
@@ -79,14 +80,14 @@ def _by_kinds(graph: ResidualGraph, limit: float, capped: bool, fates: Fates) ->
     """One kind after another, that first which saves most per second, until the limit is reached or nothing saves.
 
     Of many kinds, one is judged again when it comes first: what it saves hardly grows with what is chosen."""
-    alike, chosen = _kinds(graph), frozenset[int]()
+    alike, chosen = _kinds(graph), graph.unread
     kinds = [*alike] if fates.recompute else []
     if fates.host_bytes:
         kinds += [frozenset(~value for value in kind & graph.movable) for kind in alike]
     now = _Judged.of(graph, chosen, limit)
 
     def judged(kind: frozenset[int]) -> tuple[float, frozenset[int], _Judged]:
-        """What adding a kind saves per second, with the residuals that it is made of alone or not; 0 for nothing."""
+        """What adding a kind saves per second; 0 for nothing."""
         found = (0.0, chosen, now)
         for more in _with(graph, kind, chosen, fates):
             after = _Judged.of(graph, more, limit)
@@ -114,12 +115,13 @@ def _by_kinds(graph: ResidualGraph, limit: float, capped: bool, fates: Fates) ->
 
 
 def _with(graph: ResidualGraph, kind: frozenset[int], chosen: frozenset[int], fates: Fates) -> Iterator[frozenset[int]]:
-    """What is chosen and one kind more, with the residuals that it is made of alone or not. Of what waits on the host,
-    as much as its memory holds, those first that are made first."""
+    """What is chosen and one kind more, with the residuals that it is made of alone, without the stacks that it could
+    be made of, or neither. Of what waits on the host, as much as its memory holds, those first that are made first."""
     kind = frozenset(fate for fate in kind if ~fate not in chosen)
     if not any(fate < 0 for fate in kind):
-        yield chosen | kind
-        yield chosen | kind | graph.fresh_sources(kind, chosen)
+        sources = graph.unread.intersection(s for value in kind for s in graph.sources[value])
+        ways = (chosen | kind, chosen | kind | graph.fresh_sources(kind, chosen), (chosen | kind) - sources)
+        yield from dict.fromkeys(ways)
         return
     room = fates.host_bytes - graph.host_bytes(chosen)
     more, sizes = sorted(kind - chosen, reverse=True), graph.sizes
@@ -137,7 +139,7 @@ def _kept_again(graph: ResidualGraph, chosen: frozenset[int], limit: float) -> f
             after = _Judged.of(graph, chosen - group, limit)
             if after.excess <= 0 and after.seconds <= now.seconds:
                 chosen, now = chosen - group, after
-    return chosen
+    return graph.useful(chosen)
 
 
 def _dearest_first(graph: ResidualGraph, groups: Iterable[frozenset[int]]) -> list[frozenset[int]]:

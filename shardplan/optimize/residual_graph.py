@@ -26,6 +26,7 @@ from shardplan.program.program import Operation, Program
 from shardplan.program.recompute import ties
 from shardplan.program.recompute_scans import Stack, chain, is_fixed, remakeable, stacks
 from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
+from shardplan.timing.stack_traffic import stacking_bytes
 from shardplan.timing.step_time import sent_seconds, time_prices
 
 Array = NDArray[np.float64]
@@ -62,6 +63,8 @@ class ResidualGraph:
         self.residuals = (*_worth_making_again(schedule), *self.stacks)
         self._known = frozenset(self.residuals)
         self.sources = {**_sources(self.program), **{v: _slices(self.program, s) for v, s in self.stacks.items()}}
+        self.unread = frozenset(value for value, stack in self.stacks.items() if not stack.is_read(self.program))
+        """What scans stack for others to be made of alone."""
         self._uses = self._late_uses()
         self._spans = self._spans_of(lifetimes)
         self._carries = self._stacked_carries()
@@ -83,6 +86,7 @@ class ResidualGraph:
             if v not in self.stacks and self._waiting.get(v) and v in assigned and values[v].memory_kind is None
             if assigned[v] not in problem.domain(v).padded and not schedule.is_partial(v, assigned[v])
         )
+        self._stacking = {value: self._stacking_seconds(stack) for value, stack in self.stacks.items()}
 
     # ---- what is asked
 
@@ -130,15 +134,15 @@ class ResidualGraph:
         """The bytes of a device over time, and the seconds that are added."""
         found = self.effect(fates)
         copies, change = self.copies(fates, found), np.zeros(len(self.profile) + 1)
-        for value, place in found.first.items():
-            copied = copies.get(value)
-            away, back = (0, place) if copied is None else (copied.away, min(copied.back, place))
+        for value in (*found.first, *(self.unread.intersection(fates) - found.first.keys())):
+            away = copies[value].away if value in copies else 0
             for until, end, size in self._waiting.get(value, ()):
                 gone = max(until, away)
                 if gone < end:
                     change[gone + 1] -= size
                     change[end + 1] += size
-            change[back] += self.sizes[value]
+        for value, place in found.first.items():
+            change[min(copies[value].back, place) if value in copies else place] += self.sizes[value]
             change[max(found.last[value], place) + 1] -= self.sizes[value]
         for value in self._following:
             if not found.first.keys().isdisjoint(self.sources[value]):
@@ -156,6 +160,7 @@ class ResidualGraph:
                 change[start] += size
                 change[end + 1] -= size
         seconds = sum(self._seconds_among(v, found.first) if v in fates else copies[v].seconds for v in found.first)
+        seconds -= sum(size for value, size in self._stacking.items() if value in fates)
         return self.profile + np.cumsum(change)[:-1], seconds
 
     def _seconds_among(self, value: int, recomputed: Collection[int]) -> float:
@@ -164,9 +169,18 @@ class ResidualGraph:
 
     def figures(self, value: int, fates: Collection[int]) -> tuple[int, float, float, float]:
         """1, the bytes that wait for the backward part, and the operations and seconds of making a residual again,
-        among others."""
+        among others, less those of stacking it."""
         waiting = sum(size for _, _, size in self._waiting.get(value, ()))
-        return 1, waiting, self.flops[value], self._seconds_among(value, fates)
+        return 1, waiting, self.flops[value], self._seconds_among(value, fates) - self._stacking.get(value, 0.0)
+
+    def stacked(self, value: int) -> tuple[int, float, float, float]:
+        """The figures of a value that is stacked for others to be made of: 1, the bytes that wait, less than zero, and
+        the operations and seconds of stacking it."""
+        return 1, -sum(size for _, _, size in self._waiting.get(value, ())), 0.0, self._stacking[value]
+
+    def useful(self, fates: Collection[int]) -> frozenset[int]:
+        """The fates of residuals, with the stacks that nothing would be made of."""
+        return frozenset({*fates, *(self.unread - self.effect(fates).kept.keys())})
 
     def cost(self, fate: int) -> float:
         """The seconds of one fate alone: those of making a residual again, or of the longer copy of it."""
@@ -195,7 +209,8 @@ class ResidualGraph:
                 if maker is not None and maker.index in forward and not is_fixed(maker):
                     sources = (value,) if value in made else self.sources.get(value, ())
                     found.append(_Use(value, sources, self._place[index]))
-        return [*found, *(_Use(v, (v,), self._place[stack.reader]) for v, stack in self.stacks.items())]
+        read = {value: stack.reader for value, stack in self.stacks.items() if value not in self.unread}
+        return [*found, *(_Use(value, (value,), self._place[reader]) for value, reader in read.items())]
 
     def _stacked_carries(self) -> dict[int, tuple[int, int, float]]:
         """From when to when the carry of a scan is stacked where slices are made of it, and its bytes."""
@@ -254,6 +269,12 @@ class ResidualGraph:
             if buffer.value is not None and maker is not None and size and maker.index in early(self.program):
                 found.setdefault(buffer.value, []).append((buffer.start, buffer.end, size))
         return found
+
+    def _stacking_seconds(self, stack: Stack) -> float:
+        """The seconds of writing a stack and of reading it, which are saved where its slices are made again."""
+        moved = 1 + stacking_bytes(self.program, stack.made) / self.program.values[stack.made].total_bytes
+        times = moved * stack.length(self.program)
+        return times * self._size(stack.made) / self._schedule.problem.prices.hardware.memory_bytes_per_second
 
     def _place_of(self, value: int) -> int:
         return self._place[self.program.makers[value].index]

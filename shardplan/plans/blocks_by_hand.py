@@ -9,12 +9,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from shardplan import _jax
 from shardplan.errors import ArgumentError
+from shardplan.layout.layout import Layout, MeshAxes, axes_by_dim, from_spec
 from shardplan.plans.report import glob_of
 from shardplan.program.blocks import Blocked, Blocks, in_blocks
 from shardplan.program.program import Program
@@ -23,8 +27,12 @@ BATCH = "batch"
 _MOST_NEAREST = 3
 
 
-def blocks_by_hand(program: Program, wanted: Mapping[str, int], devices: int) -> tuple[Blocked, ...]:
+def blocks_by_hand(
+    program: Program, wanted: Mapping[str, int], mesh: MeshAxes, pins: Mapping[str, PartitionSpec] | None
+) -> tuple[Blocked, ...]:
     """The program in the blocks that a user asks for, one rewriting after another.
+
+    Blocks that overlap are inside of each device's part where a pin of the argument says which dimensions are split.
 
     Raises ArgumentError for a path without an argument, for a number of blocks that the index does not have, and for an
     index along which nothing runs in blocks."""
@@ -38,8 +46,12 @@ def blocks_by_hand(program: Program, wanted: Mapping[str, int], devices: int) ->
     found = list[Blocked]()
     for position, dims in grouped.items():
         value = program.inputs[position]
-        seeds = tuple((value, dim) for dim in dims)
-        one = in_blocks(program, Blocks(seeds, tuple(dims.values()), strided=devices > 1))
+        one = in_blocks(program, _blocks(value, dims, strided=mesh.device_count > 1))
+        split = _split(program, value, mesh, pins)
+        if split is not None and any(tiles.overlaps for _, tiles in one.loops):
+            dims |= {dim: 1 for dim, axes in enumerate(split) if axes and dim not in dims}
+            deep = in_blocks(program, _blocks(value, dims, mesh=axes_by_dim(mesh, split, [*dims])))
+            one = deep if deep.loops else one
         if not one.loops:
             raise ArgumentError(
                 f"blocks: nothing runs in blocks of `{program.values[value].name}`: {_reasons(program, one)}"
@@ -47,6 +59,21 @@ def blocks_by_hand(program: Program, wanted: Mapping[str, int], devices: int) ->
         found.append(one)
         program = one.program
     return tuple(found)
+
+
+def _blocks(value: int, dims: Mapping[int, int], **options: Any) -> Blocks:
+    return Blocks(tuple((value, dim) for dim in dims), tuple(dims.values()), **options)
+
+
+def _split(program: Program, value: int, mesh: MeshAxes, pins: Mapping[str, PartitionSpec] | None) -> Layout | None:
+    """The layout of an argument that a pin gives all mesh axes, None without such a pin."""
+    name, rank = program.values[value].name or "", len(program.values[value].shape)
+    for pattern, spec in (pins or {}).items():
+        with suppress(ValueError):  # of another mesh
+            layout = from_spec(mesh, spec, rank)
+            if fnmatchcase(name, pattern) and {axis for axes in layout for axis in axes} == {*mesh.splitting}:
+                return layout if mesh.splitting else None
+    return None
 
 
 def _place(program: Program, path: str) -> tuple[int, int]:

@@ -76,10 +76,12 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
 
 def _made(program: Program, meshes: list[Mesh | AbstractMesh], options: Options) -> PlanData:
     """The plan of a program, in the blocks that are asked for, with all its evidence."""
-    asked = blocks_by_hand(program, options.blocks or {}, mesh_axes(meshes[0]).device_count)
+    asked = blocks_by_hand(program, options.blocks or {}, mesh_axes(meshes[0]), options.pins)
     own = asked[-1].program if asked else program
     fitting = Fitting(own, meshes[0])
     plan = fitting.plan(options) if len(meshes) == 1 else _best(own, meshes, options)
+    if asked and options.pins and plan.mesh is not meshes[0]:  # pins say which blocks devices split
+        return _made(program, [plan.mesh], options)
     fitting = fitting if plan.mesh is meshes[0] else Fitting(own, plan.mesh)
     plan = with_reports(verified(plan, options, fitting.plan), own, options)
     if not asked:

@@ -197,7 +197,7 @@ def rewritten(program: Program, recipe: Recipe, mesh: Mesh | AbstractMesh) -> Pr
         program = recomputing(program, frozenset(recipe.recomputed), recipe.offloaded)
     for blocks in recipe.blocks:
         known = all(0 <= v < len(program.values) and 0 <= d < len(program.values[v].shape) for v, d in blocks.seeds)
-        if not known or len(blocks.counts) != len(blocks.seeds) or min(blocks.counts, default=0) < 2:
+        if not known or len(blocks.counts) != len(blocks.seeds) or min(blocks.counts, default=0) < 1:
             raise PlanMismatchError("the plan runs other blocks than the program has: plan again")
         program = in_blocks(program, blocks).program
     return program
@@ -205,7 +205,7 @@ def rewritten(program: Program, recipe: Recipe, mesh: Mesh | AbstractMesh) -> Pr
 
 def asked_for(program: Program, options: Options, mesh: Mesh | AbstractMesh) -> Program:
     """The program in the blocks that the user asks for."""
-    found = blocks_by_hand(program, options.blocks or {}, mesh_axes(mesh).device_count)
+    found = blocks_by_hand(program, options.blocks or {}, mesh_axes(mesh), options.pins)
     return found[-1].program if found else program
 
 

@@ -17,7 +17,9 @@ from shardplan.common.progress import set_stage
 from shardplan.errors import InfeasibleError
 from shardplan.memory import lifetimes_of
 from shardplan.optimize.carried_over import carried_over
+from shardplan.optimize.checkpoint_policies import POLICIES
 from shardplan.optimize.choose_recomputed import Fates, choose_recomputed
+from shardplan.optimize.host_lane import Copied
 from shardplan.optimize.residual_graph import ResidualGraph
 from shardplan.optimize.solve_once import ACCEPTABLE_GAP, Choices, FoundSchedule, Search
 from shardplan.optimize.step_time_objective import LEAST_SHARE
@@ -30,7 +32,7 @@ from shardplan.plans.stopwatch import Stopwatch
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule
 from shardplan.program.program import Program
-from shardplan.program.recompute import Offloaded, kept_for_effects, origins, recomputable, recomputing
+from shardplan.program.recompute import Offloaded, kept_for_effects, origins, recomputable, recomputing, stackable
 from shardplan.search import Solution, descents
 from shardplan.timing.step_time import memory_traffic, step_time
 
@@ -78,9 +80,10 @@ class RecomputedPlans:
         fates = Fates("recompute" in options.fit, max(0.0, host_memory_of(options) - free.host_bytes))
         self._fates = [fates] if not (fates.recompute and fates.host_bytes) else [Fates(), fates]
         self._tried: dict[frozenset[int], _Rewritten] = {}
-        released = self._stated(frozenset(), watch)  # nothing is recomputed, gradients are released
+        self._stackable = stackable(program)
+        released = self._stated(self._stackable, watch)  # nothing is recomputed, gradients are released
         self._graph = ResidualGraph(released.schedule, released.lifetimes)
-        self._tried[frozenset()] = self._priced(frozenset(), released)
+        self._rewritten(frozenset(), watch)
 
     def within(self, limit: float, watch: Stopwatch) -> PlanData:
         """The plan within a limit that adds the least work. Raises InfeasibleError where none is found."""
@@ -103,8 +106,12 @@ class RecomputedPlans:
         """The plan that computes the largest residuals again, as those of attention: what is made of them late is then
         near to where it is read, and one loop can have both."""
         least = _LARGE * max(self._graph.sizes.values(), default=0.0)
-        large = frozenset(value for value, size in self._graph.sizes.items() if size >= least)
-        return self._reported(self._rewritten(large & recomputable(self._program), watch), watch)
+        large = self._graph.useful([value for value, size in self._graph.sizes.items() if size >= least])
+        return self._reported(self._rewritten(self._in_program(large), watch), watch)
+
+    def by_policy(self, policy: str, watch: Stopwatch) -> PlanData:
+        """The plan that computes again what a policy of `jax.checkpoint` around every layer does, within any limit."""
+        return self._reported(self._rewritten(self._in_program(POLICIES[policy](self._graph)), watch), watch)
 
     # ---- what is recomputed
 
@@ -124,7 +131,7 @@ class RecomputedPlans:
             found = self._rewritten(chosen, watch)
             seen.append(chosen)
             excess = found.peak_bytes - limit
-            if excess > 0 and (best is not None or self._graph.estimate(chosen)[0].max() > target):
+            if excess > 0 and (best is not None or self._graph.estimate(self._in_graph(chosen))[0].max() > target):
                 break  # it was nearer before, or no more is found to choose
             if excess <= 0 and (missed < np.inf or found.peak_bytes >= _NEAR * limit):
                 break
@@ -142,19 +149,28 @@ class RecomputedPlans:
     def _choice(self, target: float, fates: Fates) -> frozenset[int]:
         """What is chosen for a limit, of what can be made again in the program as it is: barriers of the released
         program may move the border between its parts."""
-        found, known = choose_recomputed(self._graph, target, fates), recomputable(self._program)
-        return frozenset(fate for fate in found if max(fate, ~fate) in known)
+        return self._in_program(choose_recomputed(self._graph, target, fates))
+
+    def _in_program(self, chosen: frozenset[int]) -> frozenset[int]:
+        """What the program recomputes, stacks besides, and has wait on the host, for a choice in the graph, where it
+        stacks all it could."""
+        known = recomputable(self._program)
+        found = frozenset(fate for fate in chosen if max(fate, ~fate) in known)
+        return found ^ self._stackable
+
+    def _in_graph(self, chosen: frozenset[int]) -> frozenset[int]:
+        return chosen ^ self._stackable
 
     @staticmethod
     def _again(chosen: Collection[int]) -> frozenset[int]:
         return frozenset(fate for fate in chosen if fate >= 0)
 
-    def _offloaded(self, chosen: Collection[int]) -> tuple[Offloaded, ...]:
-        """What waits in host memory, when it goes, and when it comes back."""
-        if not any(fate < 0 for fate in chosen):
-            return ()
-        copies = self._graph.copies(chosen)
-        return tuple(copies[value].offloaded for value in sorted(copies))
+    def _copies(self, chosen: frozenset[int]) -> Mapping[int, Copied]:
+        """The copies of what waits in host memory, by value."""
+        return self._graph.copies(self._in_graph(chosen)) if any(fate < 0 for fate in chosen) else {}
+
+    def _offloaded(self, chosen: frozenset[int]) -> tuple[Offloaded, ...]:
+        return tuple(one.offloaded for _, one in sorted(self._copies(chosen).items()))
 
     def _best_of(self, chosen: Collection[frozenset[int]], limit: float) -> _Rewritten | None:
         fitting = [one for one in map(self._tried.__getitem__, chosen) if one.peak_bytes <= limit]
@@ -190,7 +206,8 @@ class RecomputedPlans:
     def _priced(self, chosen: frozenset[int], found: FoundSchedule) -> _Rewritten:
         link = found.schedule.problem.prices.hardware.intra_host
         sent = sum(one.bytes * one.times for one in found.schedule.collectives())
-        return _Rewritten(chosen, found, self._graph.estimate(chosen)[1] + sent / link.bytes_per_second)
+        seconds = self._graph.estimate(self._in_graph(chosen))[1]
+        return _Rewritten(chosen, found, seconds + sent / link.bytes_per_second)
 
     # ---- better layouts
 
@@ -222,7 +239,7 @@ class RecomputedPlans:
 
     def _reported(self, chosen: _Rewritten, watch: Stopwatch) -> PlanData:
         """The plan with the bound of the program as it was, and the fates of its residuals."""
-        found, free, graph = _with_cost(chosen.found), self._free, self._graph
+        found, free = _with_cost(chosen.found), self._free
         if found.schedule.problem.prices.counts_time:
             solution = replace(found.solution, cost=step_time(found.schedule).seconds)
             found = replace(found, solution=solution)
@@ -236,19 +253,29 @@ class RecomputedPlans:
             return plan
         fingerprint, recomputed = self._program.fingerprint(), tuple(sorted(again))
         recipe = replace(plan.recipe, fingerprint=fingerprint, recomputed=recomputed, offloaded=offloaded)
-        copies = graph.copies(chosen.chosen) if offloaded else {}
-        work = {v: dict(zip(_SUMS, graph.figures(v, again), strict=True)) for v in recomputed}
-        waiting = {v: {"count": 1, "bytes": graph.sizes[v], "seconds": one.seconds} for v, one in copies.items()}
+        waiting = {
+            value: {"count": 1, "bytes": self._graph.sizes[value], "seconds": one.seconds}
+            for value, one in self._copies(chosen.chosen).items()
+        }
         kept = len(kept_for_effects(self._program))
-        rows = {"recomputed": self._rows(work), "offloaded": self._rows(waiting), "kept_for_effects": kept}
+        rows = {"recomputed": self._rows(self._work(again)), "offloaded": self._rows(waiting), "kept_for_effects": kept}
         return replace(plan, recipe=recipe, statistics={**plan.statistics, **rows})
+
+    def _work(self, recomputed: frozenset[int]) -> dict[int, dict[str, float]]:
+        """The figures of what is recomputed: bytes of a device that wait no longer, and work that is added. What is
+        stacked for it has some too, with bytes below zero."""
+        graph, chosen = self._graph, self._in_graph(recomputed)
+        again = graph.effect(chosen).first
+        figures = {v: graph.figures(v, chosen) for v in sorted(chosen) if v in again or v not in self._stackable}
+        figures |= {value: graph.stacked(value) for value in sorted(self._stackable - chosen)}
+        return {value: dict(zip(_SUMS, amounts, strict=True)) for value, amounts in figures.items()}
 
     def _rows(self, figures: Mapping[int, Mapping[str, float]]) -> list[dict[str, object]]:
         """Figures of values, summed by module and primitive."""
         rows: dict[tuple[str, str], dict[str, float]] = {}
         for value, amounts in figures.items():
             stack = self._graph.stacks.get(value)
-            maker = self._program.makers[value if stack is None else stack.made]
+            maker = self._graph.program.makers[value if stack is None else stack.made]
             place = glob_of("/".join(["", *_jax.module_path(maker.equation).split("/")])).lstrip("/")
             row = rows.setdefault((place or maker.source, maker.primitive.name), dict.fromkeys(amounts, 0.0))
             for name, amount in amounts.items():

@@ -12,6 +12,7 @@ import html
 import math
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from shardplan.common.tables import html_table, size_cell, size_text, text_table
 from shardplan.hardware import load
+from shardplan.layout.collectives import CollectiveKind
 from shardplan.layout.layout import axes_of
 from shardplan.layout.objectives import OBJECTIVES
 from shardplan.plans.blocks_report import blocks_text
@@ -217,13 +219,30 @@ def _peak_source(plan: PlanData) -> str:
 
 
 def pins_text(plan: PlanData) -> str:
-    """One line: the price of the pins, if any."""
+    """One line: the price of the pins, if any, and the pinned arguments that are gathered all the same."""
     price = plan.statistics.get("pins")
     if price is None:
         return ""
     sent = price["communication_bytes"]
     more = f"{size_text(abs(sent))} {'less' if sent < 0 else 'more'} are sent than without them"
-    return f"pins cost {objective_text(plan, price['objective'])} of the objective; {more}"
+    text = f"pins cost {objective_text(plan, price['objective'])} of the objective; {more}"
+    gathered = _gathered_batches(plan)
+    sizes = ", ".join(f"`{path}` ({size_text(amount)})" for path, amount in list(gathered.items())[:3])
+    others = f" and {len(gathered) - 3} more" if len(gathered) > 3 else ""
+    return f"{text}; the step gathers {sizes}{others}, since splitting its work costs more" if gathered else text
+
+
+def _gathered_batches(plan: PlanData) -> dict[str, float]:
+    """The bytes sent to gather pinned arguments that are no state of the step, by their paths."""
+    pins = plan.recipe.options.pins or {}
+    pinned = {
+        one.path for one in plan.arguments if not one.fed_back and any(fnmatchcase(one.path, name) for name in pins)
+    }
+    found: dict[str, float] = {}
+    for sent in plan.collectives:
+        if sent.kind == CollectiveKind.ALL_GATHER.value and sent.tensor in pinned:
+            found[sent.tensor] = found.get(sent.tensor, 0.0) + sent.bytes * sent.times
+    return found
 
 
 def mesh_text(mesh_axes: dict[str, int]) -> str:

@@ -30,8 +30,8 @@ from shardplan import _jax
 from shardplan.memoize import memoize
 from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.prune import prune
-from shardplan.program.recompute_scans import is_fixed, recomputing_stacks, remakeable
-from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
+from shardplan.program.recompute_scans import StackingMore, is_fixed, recomputing_stacks, remakeable, stacking_more
+from shardplan.program.residuals import PRODUCTS, early, is_fused, materialised, residuals
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,9 @@ class Offloaded:
 
 def recomputing(program: Program, values: frozenset[int], offloaded: tuple[Offloaded, ...] = ()) -> Program:
     """The program that makes `recomputable` values again for their late readers, and copies others from the host; with
-    none, releases alone."""
+    none, releases alone.
+
+    Of the values, those that are `stackable` are stacked for others to be made of."""
     return _rewritten(program, values, offloaded)[0]
 
 
@@ -57,19 +59,36 @@ def origins(program: Program, values: frozenset[int], offloaded: tuple[Offloaded
 
 
 @memoize
+@memoize
 def _rewritten(
     program: Program, values: frozenset[int], offloaded: tuple[Offloaded, ...]
 ) -> tuple[Program, Mapping[int, int]]:
-    chosen = values.intersection(remakeable(program))
-    stacked, origins = recomputing_stacks(program, chosen) if chosen else (program, {})
-    rewriting = _Rewriting(stacked, values - chosen, offloaded)
-    again, late = rewriting.program(), rewriting.origins
-    return again, {**origins, **{value: origins.get(origin, origin) for value, origin in late.items()}}
+    more = _stacking_more(program)
+    slices = frozenset(remakeable(more.program))
+    stacked, origins = program, dict[int, int]()
+    if not values.isdisjoint(slices):
+        stacked, again = recomputing_stacks(more.program, (values & slices) ^ more.added)
+        origins = {**more.origins, **{value: more.origins.get(origin, origin) for value, origin in again.items()}}
+    rewriting = _Rewriting(stacked, values - slices, offloaded)
+    rewritten = rewriting.program()
+    late = {value: origins.get(origin, origin) for value, origin in rewriting.origins.items()}
+    return rewritten, {**origins, **late}
 
 
 def recomputable(program: Program) -> frozenset[int]:
-    """The values that can be made again: residuals, and what scans stack for later ones."""
-    return frozenset((*residuals(program), *remakeable(program)))
+    """The values that can be made again: residuals, and what scans stack for later ones; and what these could stack
+    besides, which `recomputing` stacks where it is asked for it."""
+    return frozenset((*residuals(program), *remakeable(_stacking_more(program).program)))
+
+
+def stackable(program: Program) -> frozenset[int]:
+    """The stacks that slices could be made of, which scans do not make unless they are asked to."""
+    return _stacking_more(program).added
+
+
+@memoize
+def _stacking_more(program: Program) -> StackingMore:
+    return stacking_more(program, lambda program, operation: not is_fused(program, operation))
 
 
 @memoize

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
 
 import shardplan
 
@@ -94,3 +96,73 @@ def test_an_index_along_which_nothing_runs_in_blocks():
     """The error says which operation needs the index whole."""
     with pytest.raises(shardplan.ArgumentError, match="nothing runs in blocks of `0`: `sort` at"):
         shardplan.plan(lambda x: jnp.sort(x, axis=0), 1, jnp.ones((8, 2)), blocks={"0": 2})
+
+
+def convolved(x, kernel, stride):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=numbers)
+
+
+def image_step(kernels, image):
+    """The loss, the last features, and the gradients of kernels and image."""
+
+    def loss(kernels, image):
+        x = jax.nn.relu(convolved(image, kernels[0], 1))
+        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        x = jnp.tanh(convolved(x, kernels[1], 2))
+        return jnp.mean(jnp.square(x)), x
+
+    (value, features), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(kernels, image)
+    return value, features, gradients
+
+
+def image_arguments(rows: int, columns: int, channels: int = 4):
+    keys = jax.random.split(jax.random.key(1), 3)
+    shapes = (3, 3, 2, channels), (3, 3, channels, channels), (2, rows, columns, 2)
+    first, second, image = map(jax.random.normal, keys, shapes)
+    return [first, second], image
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:no mesh axis")
+@pytest.mark.parametrize(
+    ("mesh", "split", "blocks", "size"),
+    [
+        ("x=8", (None, "x"), {"1[1]": 2}, (64, 13)),
+        ("x=4,y=2", (None, "x", "y"), {"1[1]": 2, "1[2]": 2}, (60, 26)),
+        ("x=4,y=2", ("y", "x"), {"1[2]": 3}, (64, 16)),
+        ("x=2,y=4", (None, ("x", "y")), {"1[2]": 2}, (64, 13)),
+    ],
+)
+def test_blocks_of_rows_that_devices_split(mesh, split, blocks, size):
+    """Every device has a deep halo of the image, exchanged once, and the step computes the same."""
+    planned = shardplan.auto(image_step, mesh, blocks=blocks, pins={"1": PartitionSpec(*split)})
+    arguments = image_arguments(*size)
+    for found, expected in zip(*map(jax.tree.leaves, (planned(*arguments), image_step(*arguments))), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    sent = [one for one in planned.plan(*arguments).collectives if one.kind == "collective-permute"]
+    assert 0 < sum(one.times for one in sent) <= 2 * len([axes for axes in split if axes])
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:no mesh axis")
+def test_an_image_that_fits_in_blocks_alone(tmp_path):
+    """Devices split the columns, and each runs tiles of its own part."""
+
+    def train(kernels, image):
+        def loss(kernels):
+            x = jax.nn.relu(convolved(image, kernels[0], 1))
+            return jnp.mean(jnp.square(convolved(x, kernels[1], 1)))
+
+        value, gradients = jax.value_and_grad(loss)(kernels)
+        return jax.tree.map(jnp.subtract, kernels, gradients), value
+
+    kernels, image = jax.eval_shape(lambda: image_arguments(2048, 2048, 100))
+    arguments = kernels, image.update(shape=(1, *image.shape[1:]))
+    free = shardplan.plan(train, "x=8", *arguments, fit=())
+    plan = shardplan.plan(train, "x=8", *arguments, memory_limit=0.6 * free.peak_bytes, fit=("blocks",))
+    (blocks,) = plan.recipe.blocks
+    assert max(index for _, _, index in blocks.mesh) >= 0
+    assert plan.communication_bytes < 1.1 * free.communication_bytes
+    plan.save(tmp_path / "plan.json")
+    assert shardplan.Plan.load(tmp_path / "plan.json").recipe.blocks == plan.recipe.blocks

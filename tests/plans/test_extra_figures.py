@@ -48,3 +48,16 @@ def test_pins_have_a_price():
     assert plan_record(pinned)["pins"] == price
     same = shardplan.plan(step, MESH, w, x, pins={"1": free.layouts["1"]})
     assert same.statistics["pins"]["objective"] == pytest.approx(0, abs=1e-6 * free.objective)
+
+
+def test_a_gathered_batch_that_was_pinned():
+    """The plan says which pinned arguments it gathers, with the bytes, and says nothing of those that stay split."""
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    w, few, many = (jax.ShapeDtypeStruct((rows, 1024), jnp.float32) for rows in (1024, 64, 65536))
+    gathered = shardplan.plan(step, MESH, w, few, pins=ROWS)
+    [sent] = [one for one in gathered.collectives if one.tensor == "1"]
+    assert f"the step gathers `1` ({sent.bytes / 1e6:.1f} MB)" in str(gathered)
+    assert "the step gathers" not in str(shardplan.plan(step, MESH, w, many, pins=ROWS))

@@ -10,12 +10,15 @@ mesh axes split the dimension, every device has an equal part of each strided bl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardplan import _jax
+from shardplan.program.blocks.deep_halos import DeepHalos, combined, over_windows, summed_convolution
 from shardplan.program.blocks.growth import Growth, is_barrier
 from shardplan.program.blocks.regions import Region
 from shardplan.program.blocks.tiles import (
@@ -44,14 +47,24 @@ class Refused(Exception):
 
 
 class Loop:
-    """The loop over the blocks of one region. ``strided`` says per index how blocks are taken."""
+    """The loop over the blocks of one region. ``strided`` says per index how blocks are taken.
+
+    With ``halos`` each turn runs a block of every device's window."""
 
     def __init__(
-        self, program: Program, growth: Growth, region: Region, tiles: Tiling, strided: Sequence[bool]
+        self,
+        program: Program,
+        growth: Growth,
+        region: Region,
+        tiles: Tiling,
+        strided: Sequence[bool],
+        halos: DeepHalos,
     ) -> None:
         self._program, self._growth, self._region = program, growth, region
-        self._tiles, self._strided = tiles, strided
+        self._tiles, self._strided, self._halos = tiles, strided, halos
         self._axes = range(len(tiles.counts))
+        made = {result for index in region.operations for result in program.operations[index].results}
+        self._read = tuple(value for value in tiles.spans[0] if value not in made)
 
     def run(self, values: Mapping[int, Any]) -> dict[int, Any]:
         """The results of the region that leave it, from the values that it reads."""
@@ -67,27 +80,91 @@ class Loop:
         return max(known, key=lambda operation: max(program.values[r].total_bytes for r in operation.results))
 
     def _run(self, values: Mapping[int, Any]) -> dict[int, Any]:
-        leaving = self._tiles.leaving
-        total = 1
-        for count in self._tiles.counts:
-            total *= count
+        leaving, halos, counts = self._tiles.leaving, self._halos, self._tiles.counts
+        whole = {value: array for value, array in values.items() if value not in self._read}
+        firsts = halos.firsts(counts) if halos else []
+        read = [self._windows(value, values[value]) if halos else values[value] for value in self._read]
 
         def body(carry: tuple[Any, ...], number: Any) -> tuple[tuple[Any, ...], None]:
-            tile = _Tile(self, values, self._numbers(number))
-            tile.run()
-            return tuple(tile.added(value, held) for value, held in zip(leaving, carry, strict=True)), None
+            numbers = self._numbers(number)
+            blocks = [self._sliced(value, array, numbers) for value, array in zip(self._read, read, strict=True)]
+            if halos:
+                own = [first + number for first, number in zip(firsts, numbers, strict=True)]
+                axes = [None if value in self._tiles.reduced else 0 for value in leaving]
+                stacked = [0 if first.ndim else None for first in own], [0] * len(blocks)
+                found = over_windows(partial(self._block, whole), stacked, axes)(own, blocks)
+            else:
+                found = self._block(whole, numbers, blocks)
+            given = zip(leaving, carry, found, strict=True)
+            return tuple(self._added(value, held, part, numbers) for value, held, part in given), None
 
         start = tuple(self._start(value, values) for value in leaving)
-        ends, _ = jax.lax.scan(body, start, jnp.arange(total, dtype=jnp.int32))
+        ends, _ = jax.lax.scan(body, start, jnp.arange(prod(counts), dtype=jnp.int32))
         return {value: self._end(value, end) for value, end in zip(leaving, ends, strict=True)}
+
+    def _block(self, whole: Mapping[int, Any], numbers: Sequence[Any], blocks: Sequence[Any]) -> list[Any]:
+        """What one block gives of the values that leave the loop."""
+        tile = _Tile(self, whole, numbers, dict(zip(self._read, blocks, strict=True)))
+        tile.run()
+        return [tile.given(value) for value in self._tiles.leaving]
+
+    def _added(self, value: int, held: Any, part: Any, numbers: Sequence[Any]) -> Any:
+        """What the loop carries of a value, with one block."""
+        if value in self._tiles.reduced:
+            return COMBINE[self._tiles.reduced[value]](held, part.astype(held.dtype))
+        stack = self._stack
+        part = part.reshape((*stack, *self.block_shape(value)))
+        return jax.lax.dynamic_update_slice(held, part, [*(0 for _ in stack), *self.starts(value, numbers)])
+
+    def run_on_tile(
+        self, operation: Operation, params: dict[str, Any], operands: Sequence[Any], reducer: str | None
+    ) -> Sequence[Any]:
+        """The results of an operation for one block. Those that are reduced over an index are so over all windows."""
+        if reducer is None or not self._halos:
+            return run_on_tile(operation, params, operands)
+        if operation.primitive.name == "conv_general_dilated":
+            run = summed_convolution(operation, lambda *operands: run_on_tile(operation, params, operands)[0])
+            return [run(*operands)]
+        return [combined(reducer, part) for part in run_on_tile(operation, params, operands)]
+
+    @property
+    def _stack(self) -> tuple[int, ...]:
+        """The number of windows, where there are some."""
+        return (prod(self._tiles.devices),) if self._halos else ()
+
+    def _windows(self, value: int, array: Any) -> Any:
+        """A value from outside, in windows."""
+        dims = [self._growth.places[axis][value].dim for axis in self._axes]
+        return self._halos.windows(array, dims, [spans[value] for spans in self._tiles.spans], self._tiles.counts)
+
+    def _sliced(self, value: int, found: Any, numbers: Sequence[Any]) -> Any:
+        """A block of a value from outside, or of all its windows."""
+        if any(self._strided):
+            starts = self.starts(value, numbers)
+            found = jax.lax.dynamic_slice(found.reshape(self.buffer_shape(value)), starts, self.block_shape(value))
+            shape = list(self._program.values[value].shape)
+            for axis in self._axes:
+                shape[self._growth.places[axis][value].dim] = self._tiles.spans[axis][value].step
+            return found.reshape(shape)
+        for axis in self._axes:
+            span, dim = self._tiles.spans[axis][value], self._growth.places[axis][value].dim + len(self._stack)
+            if self._tiles.devices[axis] > 1:  # a window begins with the rows of its first block
+                found = jax.lax.dynamic_slice_in_dim(found, numbers[axis] * span.step, span.length, axis=dim)
+                continue
+            start = numbers[axis] * span.step + span.low
+            if self.exceeds(axis, value, span):
+                found = jnp.take(found, start + jnp.arange(span.length, dtype=jnp.int32), axis=dim, mode="clip")
+            else:
+                found = jax.lax.dynamic_slice_in_dim(found, start, span.length, axis=dim)
+        return found
 
     def _numbers(self, number: Any) -> list[Any]:
         """The number of the block per index. The last index runs fastest."""
         found = []
-        for count in reversed(self._tiles.counts):
-            found.append(number % count if len(self._tiles.counts) > 1 else number)
-            number = number // count if len(self._tiles.counts) > 1 else number
-        return found[::-1]
+        for count in self._tiles.counts[:0:-1]:
+            found.append(jax.lax.rem(number, jnp.int32(count)))
+            number = jax.lax.div(number, jnp.int32(count))
+        return [number, *reversed(found)]
 
     def _start(self, value: int, values: Mapping[int, Any]) -> Any:
         own = self._program.values[value]
@@ -100,7 +177,7 @@ class Loop:
                 return jnp.full(own.shape, identity(reducer, dtype), dtype)
             operand = operation.operands[once]
             return jnp.asarray(operand.value if isinstance(operand, Constant) else values[operand], dtype)
-        return jnp.zeros(self.buffer_shape(value), own.dtype)
+        return jnp.zeros((*self._stack, *self.buffer_shape(value)), own.dtype)
 
     def _origin(self, value: int) -> int:
         """The sum that barriers of the region have passed on."""
@@ -116,9 +193,11 @@ class Loop:
         if value in self._tiles.reduced:
             return end.astype(own.dtype)
         rows = list(own.shape)
-        for axis in self._axes:
-            dim, count = self._growth.places[axis][value].dim, self._tiles.counts[axis]
-            rows[dim] = count * self._tiles.spans[axis][value].step
+        dims = [self._growth.places[axis][value].dim for axis in self._axes]
+        if self._halos:
+            end = self._halos.whole(end, dims)
+        for axis, dim in enumerate(dims):
+            rows[dim] = self._tiles.total(axis) * self._tiles.spans[axis][value].step
         end = end.reshape(rows)
         return end if tuple(rows) == own.shape else jax.lax.slice(end, (0,) * len(rows), own.shape)
 
@@ -153,16 +232,16 @@ class Loop:
     def exceeds(self, axis: int, value: int, span: Span) -> bool:
         """Whether some block of a span has rows beyond the ends of the value."""
         extent = self._program.values[value].shape[self._growth.places[axis][value].dim]
-        return span.low < 0 or (self._tiles.counts[axis] - 1) * span.step + span.high > extent
+        return span.low < 0 or (self._tiles.total(axis) - 1) * span.step + span.high > extent
 
 
 class _Tile:
-    """The values of one block."""
+    """The values of one block. ``whole`` are those from outside without the indices, ``read`` are blocks of others."""
 
-    def __init__(self, loop: Loop, values: Mapping[int, Any], numbers: Sequence[Any]) -> None:
-        self._loop, self._outside, self._numbers = loop, values, numbers
+    def __init__(self, loop: Loop, whole: Mapping[int, Any], numbers: Sequence[Any], read: Mapping[int, Any]) -> None:
+        self._loop, self._outside, self._numbers = loop, whole, numbers
         self._program, self._growth, self._tiles = loop._program, loop._growth, loop._tiles
-        self._held = dict[int, Any]()
+        self._held = dict(read)
 
     def run(self) -> None:
         """Runs all operations of the region."""
@@ -175,16 +254,13 @@ class _Tile:
             elif index in self._tiles.parts:
                 self._run(operation)
 
-    def added(self, value: int, held: Any) -> Any:
-        """What the loop carries of a value, with this block."""
+    def given(self, value: int) -> Any:
+        """The rows of a value that are of this block alone, or the part of a sum."""
         found = self._held[value]
-        if value in self._tiles.reduced:
-            return COMBINE[self._tiles.reduced[value]](held, found.astype(held.dtype))
-        for axis in self._loop._axes:
+        for axis in self._loop._axes if value not in self._tiles.reduced else ():
             own, dim = self._tiles.spans[axis][value], self._growth.places[axis][value].dim
             found = jax.lax.slice_in_dim(found, -own.low, own.step - own.low, axis=dim)
-        block = found.reshape(self._loop.block_shape(value))
-        return jax.lax.dynamic_update_slice(held, block, self._loop.starts(value, self._numbers))
+        return found
 
     def _run(self, operation: Operation) -> None:
         parts = self._tiles.parts[operation.index]
@@ -202,7 +278,7 @@ class _Tile:
             params = params_on_tile(operation, parts, tuple(shape))
             params, dtype = widened(operation, params, reducer)
             operands = as_widened(operation, dtype, operands)
-            results = results_on_tile(operation, parts, run_on_tile(operation, params, operands))
+            results = results_on_tile(operation, parts, self._loop.run_on_tile(operation, params, operands, reducer))
         except (Refusal, TypeError, ValueError) as error:
             raise Refused(operation.index, f"it has no form on blocks: {error}") from error
         if results[0].shape != tuple(shape):
@@ -229,9 +305,7 @@ class _Tile:
         """An operand of a barrier: a block, a part of a sum, or a whole value."""
         if isinstance(operand, Constant):
             return operand.value
-        if operand in self._held:
-            return self._held[operand]
-        return self._rows(operand) if operand in self._tiles.spans[0] else self._outside[operand]
+        return self._held[operand] if operand in self._held else self._outside[operand]
 
     def _operand(self, operation: Operation, number: int) -> Any:
         """The rows of an operand that the operation reads for this block."""
@@ -245,12 +319,17 @@ class _Tile:
         spans = [part.operands[number] for part in parts]
         if all(span is None for span in spans):
             return self._outside[operand] if operand in self._outside else self._held[operand]
-        rows = self._rows(operand)
+        rows = self._held[operand]
         for axis, (part, span) in enumerate(zip(parts, spans, strict=True)):
             assert span is not None
             own, dim = self._tiles.spans[axis][operand], self._growth.places[axis][operand].dim
-            if own != span:
-                rows = jax.lax.slice_in_dim(rows, span.low - own.low, span.high - own.low, axis=dim)
+            given = part.given[number] or span
+            if own != given:
+                rows = jax.lax.slice_in_dim(rows, given.low - own.low, given.high - own.low, axis=dim)
+            if given != span:
+                config = [(0, 0, 0)] * rows.ndim
+                config[dim] = (given.low - span.low, span.high - given.high, 0)
+                rows = jax.lax.pad(rows, jnp.zeros((), rows.dtype), config)
             if self._loop.exceeds(axis, operand, span):
                 fill = self._beyond(operation, part, number, rows.dtype)
                 rows = rows if fill is None else jnp.where(self._exists(axis, operand, span, rows.ndim), rows, fill)
@@ -262,32 +341,6 @@ class _Tile:
             return self._any(operation.operands[1])
         reducer = next((reducer for reducer in part.along.reducers if reducer is not None), None)
         return identity(reducer, dtype) if reducer else beyond(operation, number, dtype)
-
-    def _rows(self, value: int) -> Any:
-        """A block of a value: made in the loop, or rows of a value from outside."""
-        if value not in self._held:
-            self._held[value] = self._sliced(value)
-        return self._held[value]
-
-    def _sliced(self, value: int) -> Any:
-        found = self._outside[value]
-        loop, numbers = self._loop, self._numbers
-        if any(loop._strided):
-            found = jax.lax.dynamic_slice(
-                found.reshape(loop.buffer_shape(value)), loop.starts(value, numbers), loop.block_shape(value)
-            )
-            shape = list(self._program.values[value].shape)
-            for axis in loop._axes:
-                shape[self._growth.places[axis][value].dim] = self._tiles.spans[axis][value].step
-            return found.reshape(shape)
-        for axis in loop._axes:
-            span, dim = self._tiles.spans[axis][value], self._growth.places[axis][value].dim
-            start = numbers[axis] * span.step + span.low
-            if loop.exceeds(axis, value, span):
-                found = jnp.take(found, start + jnp.arange(span.length, dtype=jnp.int32), axis=dim, mode="clip")
-            else:
-                found = jax.lax.dynamic_slice_in_dim(found, start, span.length, axis=dim)
-        return found
 
     def _exists(self, axis: int, value: int, span: Span, rank: int) -> Any:
         """Which rows of a block are rows of the value."""

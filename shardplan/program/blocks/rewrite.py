@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.memoize import memoize
+from shardplan.program.blocks.deep_halos import DeepHalos
 from shardplan.program.blocks.growth import Growth, Place, grown, is_barrier
 from shardplan.program.blocks.loop import Loop, Refused
 from shardplan.program.blocks.regions import Region, regions
@@ -24,12 +25,17 @@ class Blocks:
 
     Regions begin with the operations on values of at least ``least_bytes``. ``strided`` blocks interleave: see
     `shardplan.program.blocks.loop`. They are taken only where blocks divide every value evenly.
+
+    ``mesh``: the name and the size of each mesh axis, and the number of the seed that it splits, -1 without one. Every
+    device then has ``counts`` blocks, and the rows of its neighbours that these need: see
+    `shardplan.program.blocks.deep_halos`.
     """
 
     seeds: tuple[tuple[int, int], ...]
     counts: tuple[int, ...]
     least_bytes: float = 0.0
     strided: bool = False
+    mesh: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +59,19 @@ _MOST_TRIES = 40
 @memoize
 def in_blocks(program: Program, blocks: Blocks) -> Blocked:
     """The program with loops. Without any region it is the program itself, and ``cuts`` say why."""
-    refused = dict[int, str]()
+    refused, halos = dict[int, str](), DeepHalos(blocks.mesh, len(blocks.seeds))
     for _ in range(_MOST_TRIES):
         program, growth = grown(program, blocks.seeds, refused)
         loops = []
         for region in regions(program, growth, blocks.least_bytes):
             try:
-                loops.append((region, tiling(program, growth, region, blocks.counts)))
+                loops.append((region, tiling(program, growth, region, blocks.counts, halos.devices)))
             except Refusal as reason:
                 growth.cuts |= dict.fromkeys(region.operations, str(reason))
         if not loops:
             return Blocked(program, (), growth.places, growth.cuts)
         try:
-            rewriting = _Rewriting(program, growth, loops, blocks.strided)
+            rewriting = _Rewriting(program, growth, loops, blocks.strided, halos)
             return Blocked(retraced(program, rewriting.run), tuple(loops), growth.places, growth.cuts)
         except Refused as found:
             refused[found.index] = found.reason
@@ -75,16 +81,25 @@ def in_blocks(program: Program, blocks: Blocks) -> Blocked:
 class _Rewriting:
     """The program as a function: the operations outside of loops, and the loops in their places."""
 
-    def __init__(self, program: Program, growth: Growth, loops: Sequence[tuple[Region, Tiling]], strided: bool) -> None:
+    def __init__(
+        self,
+        program: Program,
+        growth: Growth,
+        loops: Sequence[tuple[Region, Tiling]],
+        strided: bool,
+        halos: DeepHalos,
+    ) -> None:
         self._program = program
         self._loops = []
         for region, tiles in loops:
             taken = [
-                strided and tiles.even(axis, {v: program.values[v].shape[p.dim] for v, p in places.items()})
+                strided
+                and not halos
+                and tiles.even(axis, {v: program.values[v].shape[p.dim] for v, p in places.items()})
                 for axis, places in enumerate(growth.places)
             ]
             taken = taken if all(taken) else [False] * len(taken)
-            self._loops.append(Loop(program, growth, region, tiles, taken))
+            self._loops.append(Loop(program, growth, region, tiles, taken, halos))
         self._inside = {
             index: number
             for number, (region, _) in enumerate(loops)

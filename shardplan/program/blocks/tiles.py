@@ -28,11 +28,14 @@ _MOVED = frozenset({"conv_general_dilated", "reshape", "slice", "pad", _GRADIENT
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An operation along one index: the span of the index, and the span that it reads of each operand."""
+    """An operation along one index: the span of the index, and the span that it reads of each operand.
+
+    ``given``: the rows that an operand contributes, None where it is read as it is. Other rows count as zeros."""
 
     along: Along
     span: Span
     operands: tuple[Span | None, ...]
+    given: tuple[Span | None, ...]
 
 
 def runs_on_tiles(operation: Operation, along: Along) -> None:

@@ -1,7 +1,8 @@
 """Tiling: the rows of every value that one block of a loop has.
 
 What leaves the loop, and what is summed over the index, is divided into blocks without overlap. From there on rows
-follow backwards through the index expressions: a value has the rows that all of its readers need of it.
+follow backwards through the index expressions: a value has the rows that all of its readers need of it. What sums are
+made of by linear operations alone goes the other way: see `shardplan.program.blocks.contributions`.
 """
 
 from __future__ import annotations
@@ -11,24 +12,36 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, gcd, lcm
 
+from shardplan.program.blocks.contributions import Contributions, contributions
 from shardplan.program.blocks.growth import Growth, is_barrier
 from shardplan.program.blocks.regions import Region, partial
 from shardplan.program.blocks.tiles import Part
 from shardplan.program.operation_kinds import readers_in
 from shardplan.program.program import Operation, Program
-from shardplan.rules import Refusal, Span
+from shardplan.rules import Along, Refusal, Span
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The blocks of a loop: per index their number ``counts``, and the spans of each value; the parts of operations."""
+    """The blocks of a loop: per index their number ``counts`` on one of so many ``devices``, and the spans of each
+    value; the parts of operations."""
 
     counts: tuple[int, ...]
+    devices: tuple[int, ...]
     spans: tuple[dict[int, Span], ...]
     parts: dict[int, tuple[Part, ...]]
     reduced: dict[int, str]
     leaving: tuple[int, ...]
     """The values that the loop gives: in blocks, or as sums over them."""
+
+    def total(self, axis: int) -> int:
+        """The number of blocks of an index on all devices."""
+        return self.counts[axis] * self.devices[axis]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether blocks of a value have rows in common, as those of windows have."""
+        return any(span.low or span.high != span.step for spans in self.spans for span in spans.values())
 
     def even(self, axis: int, extents: dict[int, int]) -> bool:
         """Whether blocks of an index divide every value without overlap or remainder."""
@@ -41,34 +54,27 @@ class Tiling:
         return gcd(*(span.step for span in self.spans[axis].values()))
 
 
-def tiling(program: Program, growth: Growth, region: Region, counts: Sequence[int]) -> Tiling:
-    """The tiling of a region into so many blocks per index, or fewer where blocks of that size are enough.
+def tiling(
+    program: Program, growth: Growth, region: Region, counts: Sequence[int], devices: Sequence[int] = ()
+) -> Tiling:
+    """The tiling of a region into so many blocks per index, or fewer where blocks of that size are enough. Each of
+    several ``devices`` per index has so many.
 
     Raises Refusal where readers of a value need rows that advance by different steps.
     """
     reduced = partial(program, growth, region.operations)
     leaving = tuple(_leaving(program, growth, region, reduced))
-    units = [_unit(program, growth, region, axis, count) for axis, count in enumerate(counts)]
-    spans: tuple[dict[int, Span], ...] = tuple({} for _ in counts)
-    for axis, (unit, _) in enumerate(units):
-        for value in leaving:
-            if value not in reduced:
-                step = int(growth.places[axis][value].scale * unit)
-                spans[axis][value] = Span(step, 0, step)
-    parts = dict[int, tuple[Part, ...]]()
-    for index in reversed(region.operations):
-        operation = program.operations[index]
-        if is_barrier(operation):
-            _pass_on(operation, spans)
-            continue
-        found = [
-            part
-            for axis, (unit, _) in enumerate(units)
-            if (part := _part(growth, operation, axis, unit, spans[axis])) is not None
-        ]
-        if found:
-            parts[index] = tuple(found)
-    return Tiling(tuple(number for _, number in units), spans, parts, reduced, leaving)
+    shares = tuple(devices) or (1,) * len(counts)
+    totals = [count * share for count, share in zip(counts, shares, strict=True)]
+    units = [_unit(program, growth, region, axis, total) for axis, total in enumerate(totals)]
+    split = any(share > 1 for share in shares)  # else halos are sent nowhere, and padding takes memory
+    held = contributions(program, growth, region, reduced) if split else Contributions(frozenset(), {})
+    axes = [_Axis(program, growth, region, axis, unit, held) for axis, (unit, _) in enumerate(units)]
+    for one in axes:
+        one.run([value for value in leaving if value not in reduced])
+    parts = {index: tuple(one.parts[index] for one in axes) for index in region.operations if index in axes[0].parts}
+    numbers = tuple(ceil(number / share) for (_, number), share in zip(units, shares, strict=True))
+    return Tiling(numbers, shares, tuple(one.spans for one in axes), parts, reduced, leaving)
 
 
 def _leaving(program: Program, growth: Growth, region: Region, reduced: dict[int, str]) -> Iterator[int]:
@@ -97,39 +103,94 @@ def _unit(program: Program, growth: Growth, region: Region, axis: int, count: in
     return unit, ceil(most / unit)
 
 
-def _part(growth: Growth, operation: Operation, axis: int, unit: int, spans: dict[int, Span]) -> Part | None:
-    along, needed = growth.along[operation.index][axis], None
-    for result, dim in zip(operation.results, along.results, strict=True):
-        if dim is not None and result in spans:
-            needed = spans[result].union(needed)
-    if any(along.reducers):
-        step = int(_scale(growth, operation, axis) * unit)
-        needed = Span(step, 0, step).union(needed)
-    if needed is None:
-        return None
-    read = list[Span | None]()
-    for number, operand in enumerate(operation.operands):
-        moved = along.operands[number] is not None
-        read.append(along.needed(number, needed) if moved else None)
-        if moved and isinstance(operand, int):
-            spans[operand] = along.needed(number, needed).union(spans.get(operand))
-    for result, dim in zip(operation.results, along.results, strict=True):
-        if dim is not None:
-            spans[result] = needed
-    return Part(along, needed, tuple(read))
+class _Axis:
+    """The spans of one index of a region: forward for contributions, then backward for everything else."""
 
+    def __init__(
+        self, program: Program, growth: Growth, region: Region, axis: int, unit: int, held: Contributions
+    ) -> None:
+        self._program, self._region, self._held = program, region, held
+        self._places, self._unit, self._axis, self._growth = growth.places[axis], unit, axis, growth
+        self._reached = dict[int, Span]()  # by operation that reads contributions
+        self._given = dict[int, Span]()  # by value that is one
+        self.spans = dict[int, Span]()
+        self.parts = dict[int, Part]()
 
-def _scale(growth: Growth, operation: Operation, axis: int) -> Fraction:
-    """The scale of the index of an operation: that of an operand by the step in which the operation reads it."""
-    along, places = growth.along[operation.index][axis], growth.places[axis]
-    for number, operand in enumerate(operation.operands):
-        if along.operands[number] is not None and isinstance(operand, int):
-            return places[operand].scale / along.scale(number)
-    raise Refusal("no operand is split along it")
+    def run(self, leaving: Sequence[int]) -> None:
+        """``leaving`` has the values that leave the region in blocks."""
+        for index in self._region.operations:
+            self._contribute(self._program.operations[index])
+        self.spans |= self._given | {value: self._own(value) for value in leaving}
+        for index in reversed(self._region.operations):
+            operation = self._program.operations[index]
+            if is_barrier(operation):
+                self._pass_on(operation)
+                continue
+            part = self._part(operation)
+            if part is not None:
+                self.parts[index] = part
 
+    def _own(self, value: int) -> Span:
+        """The rows of a value that are of one block alone."""
+        step = int(self._places[value].scale * self._unit)
+        return Span(step, 0, step)
 
-def _pass_on(operation: Operation, spans: Sequence[dict[int, Span]]) -> None:
-    for operand, result in zip(operation.operands, operation.results, strict=True):
-        for axis in spans:
-            if result in axis and isinstance(operand, int):
-                axis[operand] = axis[result].union(axis.get(operand))
+    def _rows(self, value: int) -> Span:
+        """What a block contributes to a value."""
+        return self._given.get(value) or self._own(value)
+
+    def _contribute(self, operation: Operation) -> None:
+        """The spans of contributions that an operation gives."""
+        if is_barrier(operation):
+            for operand, result in zip(operation.operands, operation.results, strict=True):
+                if result in self._held.values and isinstance(operand, int):
+                    self._given[result] = self._rows(operand)
+            return
+        found = None
+        for place in self._held.read.get(operation.index, ()):
+            operand, along = operation.operands[place], self._growth.along[operation.index][self._axis]
+            if isinstance(operand, int) and operand in self._places:
+                found = along.reached(place, self._rows(operand)).union(found)
+        if found is not None:
+            self._reached[operation.index] = found
+        for result in operation.results:
+            if result in self._held.values:
+                self._given[result] = found or self._own(result)
+
+    def _part(self, operation: Operation) -> Part | None:
+        along = self._growth.along[operation.index][self._axis]
+        needed = self._reached.get(operation.index)
+        if needed is None:
+            for result, dim in zip(operation.results, along.results, strict=True):
+                if dim is not None and result in self.spans:
+                    needed = self.spans[result].union(needed)
+            if any(along.reducers):
+                step = int(self._scale(operation, along) * self._unit)
+                needed = Span(step, 0, step).union(needed)
+        if needed is None:
+            return None
+        read, given = list[Span | None](), list[Span | None]()
+        for number, operand in enumerate(operation.operands):
+            moved = along.operands[number] is not None
+            span = along.needed(number, needed) if moved else None
+            taken = number in self._held.read.get(operation.index, ()) and isinstance(operand, int) and moved
+            read.append(span)
+            given.append(self._rows(operand) if taken and isinstance(operand, int) else None)
+            if span is not None and isinstance(operand, int):
+                self.spans[operand] = (given[-1] or span).union(self.spans.get(operand))
+        for result, dim in zip(operation.results, along.results, strict=True):
+            if dim is not None:
+                self.spans[result] = needed
+        return Part(along, needed, tuple(read), tuple(given))
+
+    def _scale(self, operation: Operation, along: Along) -> Fraction:
+        """The scale of the index of an operation: that of an operand by the step in which the operation reads it."""
+        for number, operand in enumerate(operation.operands):
+            if along.operands[number] is not None and isinstance(operand, int):
+                return self._places[operand].scale / along.scale(number)
+        raise Refusal("no operand is split along it")
+
+    def _pass_on(self, operation: Operation) -> None:
+        for operand, result in zip(operation.operands, operation.results, strict=True):
+            if result in self.spans and isinstance(operand, int):
+                self.spans[operand] = self.spans[result].union(self.spans.get(operand))
