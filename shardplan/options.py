@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from jax.numpy import finfo
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy import dtype
 
 from shardplan._jax import is_float
@@ -100,6 +100,12 @@ class Options:
             if not isinstance(path, str):
                 raise ArgumentError(
                     f"pins map path globs to PartitionSpecs: `{path!r}` is no path, such as `0/params/*`"
+                )
+            if isinstance(spec, NamedSharding) and spec.memory_kind not in (None, "device"):
+                raise ArgumentError(
+                    f"the pin `{path}` has the memory kind `{spec.memory_kind}`: pins are layouts alone. Put the "
+                    "argument there with jax.device_put, and its new value inside of the step by jax.device_put(x, "
+                    "jax.memory.Space.Host)"
                 )
             if not isinstance(spec, PartitionSpec):
                 raise ArgumentError(f"the pin `{path}` is `{spec!r}`: a jax.sharding.PartitionSpec was expected")

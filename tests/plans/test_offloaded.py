@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import shardplan
 from shardplan.errors import ArgumentError, PlanMismatchError
@@ -20,6 +21,7 @@ from tests.plans.test_recompute import ARGUMENTS, limit_at, train, values
 
 S = jax.ShapeDtypeStruct
 HOST = {"fit": ("host",), "hardware": "h100"}
+ON_HOST = NamedSharding(AbstractMesh((1,), ("x",)), PartitionSpec(), memory_kind="pinned_host")
 needs_audit = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 
 
@@ -110,6 +112,7 @@ def test_a_fast_link_to_the_host():
         ({"fit": ("host",), "hardware": "cpu"}, "`cpu` has no link to the host"),
         ({"host_memory": "64GB"}, "add 'host' to fit"),
         ({"fit": ("host",), "host_memory": -1}, "host_memory is a number of bytes above 0"),
+        ({"pins": {"0": ON_HOST}}, "has the memory kind `pinned_host`: pins are layouts alone"),
     ],
 )
 def test_mistakes(options, message):
