@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +78,7 @@ class ResidualGraph:
         self.cheap = set[int]()  # what no large product makes: what checkpoint policies by hand compute again
         self._read: dict[int, list[tuple[int, float]]] = {}  # of slices, the seconds of reading others
         self.flops, self.seconds = self._costs()
-        self._lane, problem = HostLane(schedule, lifetimes.place), schedule.problem
+        problem = schedule.problem
         self._host_seconds_per_byte = 1 / (problem.prices.hardware.host_bytes_per_second or np.inf)
         values, assigned = self.program.values, schedule.assignment.values
         self.movable = frozenset(  # what may wait in host memory, whose tensors are split evenly
@@ -87,6 +88,10 @@ class ResidualGraph:
             if assigned[v] not in problem.domain(v).padded and not schedule.is_partial(v, assigned[v])
         )
         self._stacking = {value: self._stacking_seconds(stack) for value, stack in self.stacks.items()}
+
+    @cached_property
+    def _lane(self) -> HostLane:
+        return HostLane(self._schedule, self._place)
 
     # ---- what is asked
 
