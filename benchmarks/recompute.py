@@ -44,6 +44,29 @@ HEADER = (
     "by",
     "plans",
 )
+HOST_TITLE = "Values in host memory"
+HOST_NOTE = """One device. ms added are by the rates of the profile, and waiting are those of them in which the device
+waits for copies. Host GB are those of the compiled program. Compiled for H100 in either case."""
+HOST_HEADER = (
+    "step",
+    "profile",
+    "fit",
+    "limit GB",
+    "compiled GB",
+    "host GB",
+    "operations",
+    "ms added",
+    "waiting",
+    "plans",
+)
+HOST_WAYS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("h100", ("recompute",)),
+    ("h100", ("host",)),
+    ("h100", ("recompute", "host")),
+    ("gh200", ("recompute",)),
+    ("gh200", ("recompute", "host")),
+)
+HOST_SHARES = (0.5, 0.4, 0.25)
 MESHES = {"1": (1,), "8": (8,), "2x4": (2, 4)}
 STEPS = ("gpt4", "gpt12", "gpt12scan", "llama", "bert", "vit", "t5", "mamba", "moe", "resnet")
 SHARES = (0.7, 0.5, 0.4)
@@ -171,6 +194,36 @@ def draw(found: Sequence[Row], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
+def host_rows(name: str, shares: Sequence[float]) -> Iterator[tuple[str, ...]]:
+    """Plans of one device within limits, where values may wait in host memory, be computed again, or both."""
+    mesh, step = gpu_mesh("h100", (1,), ("data",)), step_of(name, 1)
+    free = {profile: _plan(step, mesh, 1e15, hardware=profile) for profile in dict(HOST_WAYS)}
+    peak, plain = _compiled_peak(free["h100"], mesh), free["h100"]
+    state = sum(bytes_on_device(one, plain.mesh_axes) for one in plain.arguments)
+    for share in shares:
+        limit = state + share * (peak - state)
+        for profile, fit in HOST_WAYS:
+            row = (name, profile, ", ".join(fit), f"{limit / 1e9:.2f}")
+            try:
+                plan = _plan(step, mesh, limit, verify=True, fit=fit, hardware=profile)
+            except shardplan.InfeasibleError as error:
+                yield (*row, f"{error.least_peak_bytes / 1e9:.2f} at least", "", "", "", "", "")
+                continue
+            with only_described():
+                host = measure(plan.lower(mesh), plan.mesh_axes).memory.host if plan.offloaded else 0
+            assert plan.verified is None or plan.peak_bytes <= limit
+            added = step_time(plan.schedule).seconds - step_time(free[profile].schedule).seconds
+            yield (
+                *row,
+                f"{_compiled_peak(plan, mesh) / 1e9:.2f}",
+                f"{host / 1e9:.2f}",
+                f"{products(plan.program) / products(plain.program):.3f}",
+                f"{1e3 * added:.2f}",
+                f"{1e3 * sum(one['seconds'] for one in plan.offloaded):.2f}",
+                str(len(plan.verified["rounds"]) if plan.verified is not None else 1),
+            )
+
+
 def _plan(step: Step, mesh: jax.sharding.Mesh, limit: float, **options: Any) -> shardplan.Plan:
     return shardplan.plan(step.function, mesh, *step.arguments, donate_argnums=0, memory_limit=limit, **options)
 
@@ -184,9 +237,10 @@ def _compiled_peak(plan: shardplan.Plan, mesh: jax.sharding.Mesh) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", nargs="+", default=STEPS)
+    parser.add_argument("--steps", nargs="*", default=STEPS)
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=MESHES)
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
+    parser.add_argument("--host-steps", nargs="*", default=["gpt4"], help="those with values in host memory")
     options = parser.parse_args()
     document = Document("recompute", "Steps that do not fit", INTRODUCTION, "recompute")
     table = document.table(HEADER)
@@ -202,6 +256,13 @@ def main() -> None:
             draw(found, FOLDER / picture)
             pictures.append(f"![{name} on {mesh}: peaks against operations and time]({picture})")
             table.say(["\n\n".join(pictures)])
+    if options.host_steps:
+        table = document.table(HOST_HEADER, HOST_TITLE)
+        table.say([HOST_NOTE])
+    for name in options.host_steps:
+        for row in host_rows(name, HOST_SHARES):
+            table.add(row)
+            print(*row, sep="  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ def auto(
     verify: bool | None = None,
     fit: Sequence[str] = FITS,
     blocks: Mapping[str, int] | None = None,
+    host_memory: Any = None,
     **unknown: Any,
 ) -> Any:
     """``fn``, planned over ``mesh`` and compiled, in the place of ``jax.jit(fn)``.
@@ -112,11 +113,13 @@ def auto(
             limit (`shardplan.plans.feedback`). None: for a mesh of real GPUs of one process.
         fit: the means to fit a step that exceeds the memory limit in every layout. ``("recompute",)`` computes values
             of the forward part again in the backward part (``plan.recomputed``). ``"blocks"`` runs parts of the step
-            in blocks of an index, as gradient accumulation and chunked losses do (``plan.blocks``). With ``()`` such a
-            step is refused.
+            in blocks of an index, as gradient accumulation and chunked losses do (``plan.blocks``). ``"host"`` has
+            values wait in host memory (``plan.offloaded``). With ``()`` such a step is refused.
         blocks: what is to run in blocks whether it fits or not: the number of blocks by the path of an argument, whose
             first dimension is divided, or by a path and a dimension, ``1/image[2]``. ``"batch"`` stands for the
             largest argument that is no state.
+        host_memory: bytes of a device's share of host memory for what waits there, as a number or as ``"64GB"``. By
+            default as much as a device has.
 
     Returns:
         A callable with ``.plan(*args)`` and ``.lower(*args)``.

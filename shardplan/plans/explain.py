@@ -19,6 +19,7 @@ from shardplan.plans.alternatives import Alternative, alternatives, priced_netwo
 from shardplan.plans.plan_data import PlanData, PlannedCollective
 from shardplan.plans.report import glob_of, objective_text, sizes_text
 from shardplan.problem.strategy import Strategy
+from shardplan.program.operation_kinds import moves_between_memories
 from shardplan.program.program import Constant, Operation, operand_type
 
 _MAX_SUBJECTS = 6
@@ -176,7 +177,18 @@ class Explainer:
         if strategy is None:
             lines.append(("split", ["generated in the layout of each reader"]))
             return _paragraph(_named(operation), lines)
-        if operation.again:
+        if moves_between_memories(self._program, operation):
+            lines.append(
+                (
+                    "copies",
+                    [
+                        "to host memory, to fit or as the step says"
+                        if results[0].memory_kind
+                        else "from host memory, to fit or as the step says"
+                    ],
+                )
+            )
+        elif operation.again:
             lines.append(("again", ["computes in the backward part what the forward part did not keep, to fit"]))
         lines.append(("split", [self._strategy(operation, strategy)]))
         lines.append(("work", [f"shared by {strategy.degree} of {self._mesh.device_count} devices"]))

@@ -34,6 +34,7 @@ from shardplan.layout.mesh import mesh_axes, with_auto_axes
 from shardplan.options import Options
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
 from shardplan.program.blocks import Blocks
+from shardplan.program.recompute import Offloaded
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -64,6 +65,7 @@ class OptionEntries(TypedDict):
     compiler_options: Mapping[str, str | bool | float] | None
     fit: tuple[str, ...]
     blocks: Mapping[str, int] | None
+    host_memory: float | None
     results: Mapping[str, PartitionSpec] | None
 
 
@@ -85,6 +87,16 @@ class RecomputedRow(TypedDict):
     count: int
     bytes: float
     flops: float
+    seconds: float
+
+
+class OffloadedRow(TypedDict):
+    """Values of a part of the model that wait in host memory: the bytes of a device, and the seconds that it waits."""
+
+    module: str
+    made_by: str
+    count: int
+    bytes: float
     seconds: float
 
 
@@ -148,6 +160,8 @@ class Statistics(TypedDict):
     refined: NotRequired[tuple[RefinedRow, ...]]
     verified: NotRequired[Verified]
     recomputed: NotRequired[tuple[RecomputedRow, ...]]
+    offloaded: NotRequired[tuple[OffloadedRow, ...]]
+    kept_for_effects: NotRequired[int]
     blocks: NotRequired[tuple[BlocksRow, ...]]
 
 
@@ -165,6 +179,7 @@ class PlanEntries(TypedDict):
     network: str
     choices: str
     recomputed: tuple[int, ...] | None
+    offloaded: tuple[Offloaded, ...]
     blocks: tuple[Blocks, ...]
 
 
@@ -172,7 +187,7 @@ _RESOLVED = ("in_shardings", "out_shardings", "like")
 """Options that become pins and layouts of results after a trace."""
 
 _FORMAT = "shardplan plan"
-_FORMAT_VERSION = 6
+_FORMAT_VERSION = 7
 
 
 def save_plan(plan: PlanData, path: str | PathLike[str]) -> None:
@@ -242,6 +257,7 @@ def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path
             network=entries["network"],
             fingerprint=entries["fingerprint"],
             recomputed=entries["recomputed"],
+            offloaded=entries["offloaded"],
             blocks=entries["blocks"],
         ),
         built=None,
@@ -304,6 +320,7 @@ def _content(plan: PlanData) -> dict[str, Any]:
         "network": plan.recipe.network,
         "choices": " ".join(map(str, plan.recipe.choices)),
         "recomputed": plain(plan.recipe.recomputed),
+        "offloaded": [asdict(one) for one in plan.recipe.offloaded],
         "blocks": [asdict(one) for one in plan.recipe.blocks],
     }
 

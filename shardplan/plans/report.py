@@ -25,7 +25,7 @@ from shardplan.layout.layout import axes_of
 from shardplan.layout.objectives import OBJECTIVES
 from shardplan.plans.blocks_report import blocks_text
 from shardplan.plans.plan_data import PlanData, PlannedArgument
-from shardplan.plans.recomputed_report import recomputed_text
+from shardplan.plans.recomputed_report import offloaded_text, recomputed_text
 from shardplan.plans.repeated_work_report import repeated_text
 
 _MAX_ROWS = 40
@@ -267,6 +267,7 @@ def plan_record(plan: PlanData) -> dict[str, Any]:
         "host_bytes": float(plan.host_bytes),
         "verified": plan.verified,
         "recomputed": list(plan.recomputed),
+        "offloaded": list(plan.offloaded),
         "blocks": list(plan.blocks),
         **_time_record(plan),
         "collectives": [
@@ -345,6 +346,7 @@ LINE_TEXTS = (
     results_text,
     memory_text,
     recomputed_text,
+    offloaded_text,
     blocks_text,
     donating_text,
 )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import shardplan
 from shardplan.plans import recomputed_plan
@@ -94,7 +95,7 @@ def test_values_of_a_recomputed_step(mesh, share):
 def test_values_of_a_scan_whose_slices_are_made_again(mesh, every, monkeypatch):
     """A backward scan makes slices again that a forward scan stacks for it, and gives what the plain step gives."""
 
-    def chosen(graph, limit):
+    def chosen(graph, *_):
         makers = graph.program.makers
         if every:  # then the carry is stacked
             return frozenset(graph.stacks)
@@ -121,7 +122,7 @@ def test_values_of_a_scan_whose_slices_are_made_again(mesh, every, monkeypatch):
 def test_values_of_a_scan_that_stacks_products_instead(mesh, monkeypatch):
     """A forward scan stacks its products, and slices of all that it stacked before are made of them."""
 
-    def all_but_products(graph, limit):
+    def all_but_products(graph, *_):
         makers = graph.program.makers
         return frozenset(v for v, stack in graph.stacks.items() if makers[stack.made].primitive.name != "dot_general")
 
@@ -215,7 +216,7 @@ def test_no_fit():
         shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1), fit=())
 
 
-@pytest.mark.parametrize("fit", ["recompute", ("pages",), ("recompute", "host"), 1, None])
+@pytest.mark.parametrize("fit", ["recompute", ("pages",), ("recompute", "disk"), 1, None])
 def test_unknown_words_of_fit(fit):
     """What is no tuple of known words is refused before any work."""
     with pytest.raises(shardplan.ArgumentError, match="fit is a tuple"):
@@ -249,3 +250,25 @@ def test_regions_of_the_users_own_checkpoints():
     assert barriers
     assert products(plan.program) <= products(free.program) + 2 * LAYERS  # those of the forward part, once more
     assert plan.peak_bytes < free.peak_bytes
+
+
+@pytest.mark.long
+def test_effects_in_what_is_computed_again():
+    """A step that calls back calls back as often as before, and says which values are kept for that."""
+    calls = []
+
+    def noisy(y, w):
+        drawn = io_callback(lambda: calls.append(1) or np.ones((BATCH, WIDTH), np.float32), ARGUMENTS[1])
+        jax.debug.callback(lambda one: calls.append(float(one)), y[0, 0])
+        return layer(y, w) * drawn
+
+    step = partial(train, layer=noisy)
+    planned = shardplan.auto(step, 1, memory_limit=limit_at(0.7, 1, step), fit=RECOMPUTE)
+    plan = planned.plan(*ARGUMENTS)
+    assert plan.recomputed
+    assert f"{LAYERS} are kept, since what makes them has effects" in str(plan)
+    found = jax.block_until_ready(planned(*values()))
+    jax.effects_barrier()
+    assert len(calls) == 2 * LAYERS
+    for one, wanted in zip(*map(jax.tree.leaves, (found, jax.jit(train)(*values()))), strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-6)
