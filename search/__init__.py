@@ -11,6 +11,7 @@ from shardplan.search.graph.subnetwork import Part as Part
 from shardplan.search.improve.coordinate_descent import Descent as Descent
 from shardplan.search.improve.coordinate_descent import descents as descents
 from shardplan.search.improve.mixtures import Mixtures as Mixtures
+from shardplan.search.marginals import Marginals as Marginals
 from shardplan.search.methods import METHODS as METHODS
 from shardplan.search.methods import solve as solve
 from shardplan.search.network import Annotation as Annotation

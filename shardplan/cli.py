@@ -35,7 +35,7 @@ from shardplan.audits.audit import audit
 from shardplan.audits.junit import save_junit
 from shardplan.auto import plan as make_plan
 from shardplan.cli_arguments import load_step, parse_blocks, parse_pins, parse_positions
-from shardplan.compare import DEFAULT_METHODS, compare
+from shardplan.compare import CHECKPOINTS, DEFAULT_METHODS, compare
 from shardplan.compiled.target import targets
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
 from shardplan.hardware import profiles
@@ -120,8 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     planning.add_argument("--save", metavar="FILE", help="write the plan to a file")
     comparing = command("compare", _compare, "Plan a step by several methods, side by side.")
     _add_step(comparing)
-    known = ", ".join(dict.fromkeys((*BASELINES, *METHODS, *PLACEMENT_METHODS)))
-    comparing.add_argument("--methods", default=",".join(DEFAULT_METHODS), help=f"of {known} (default: %(default)s)")
+    known = ", ".join(dict.fromkeys((*BASELINES, *METHODS, *CHECKPOINTS, *PLACEMENT_METHODS)))
+    usual = f"{','.join(DEFAULT_METHODS)}, and the policies of jax.checkpoint where the step does not fit"
+    comparing.add_argument("--methods", help=f"of {known} (default: {usual})")
     comparing.add_argument("--plot", metavar="FILE", help="draw the methods as bars, into a PNG, SVG or PDF file")
     auditing = command("audit", _audit, "Compile a plan for GPUs without one, and hold the plan against that.")
     _add_step(auditing, from_file=True)
@@ -249,7 +250,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     step = load_step(options.step)
-    methods = tuple(method.strip() for method in options.methods.split(",") if method.strip())
+    asked = options.methods
+    methods = None if asked is None else tuple(method.strip() for method in asked.split(",") if method.strip())
     plan_options = _plan_options(options)
     comparison = compare(step.fn, options.mesh, *step.args, methods=methods, **plan_options)
     rows = [

@@ -10,6 +10,11 @@ The same cost model prices every row. `exact` is the planner's own search. `data
 (`shardplan.problem.baselines`). So they are at least as good as handwritten layouts of the scheme. The other methods
 are searches of the same network.
 
+`checkpoint:nothing_saveable`, `checkpoint:dots_saveable` and `checkpoint:dots_with_no_batch_dims_saveable` compute
+again what these policies of `jax.checkpoint` compute again around every layer
+(`shardplan.optimize.checkpoint_policies`). They have the layouts of the plan without a limit. They are compared where
+`exact` computes values again or runs in blocks.
+
 `placement:depth_first`, `placement:min_cut` and `placement:round_robin` split nothing: every operation runs whole on
 one device (`shardplan.timing.operator_placement`). They have no plan and no objective. The traffic and the memory of
 such a row are those of the busiest device. With one of them, all rows are simulated, and have the time of a step."""
@@ -21,6 +26,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -31,21 +37,29 @@ from shardplan.compare_plot import save_plot
 from shardplan.errors import ArgumentError, InfeasibleError
 from shardplan.hardware import load
 from shardplan.layout.mesh import GivenMesh, as_mesh, mesh_axes, with_auto_axes
+from shardplan.optimize.checkpoint_policies import POLICIES
 from shardplan.options import Options
 from shardplan.plans.choose_mesh import make_plan
+from shardplan.plans.fitting import Fitting
 from shardplan.plans.pipeline import DEFAULT_HARDWARE, RESERVED_MEMORY, build_problem, plan_program
 from shardplan.plans.plan import Plan
 from shardplan.plans.planned_call import trace_call
+from shardplan.plans.recomputed_plan import RecomputedPlans
 from shardplan.plans.report import mesh_text, objective_text
 from shardplan.plans.simulate import simulate
+from shardplan.plans.stopwatch import Stopwatch
 from shardplan.problem.baselines import BASELINES
 from shardplan.problem.tofu_annotations import annotate
 from shardplan.program.program import Program
 from shardplan.search import METHODS
 from shardplan.timing.operator_placement import PLACEMENT_METHODS, simulate_placement
 from shardplan.timing.simulator import Simulation
+from shardplan.timing.step_time import step_time
 
 DEFAULT_METHODS = ("exact", "data_parallel", "zero1", "fsdp", "tensor_parallel")
+
+CHECKPOINTS = MappingProxyType({f"checkpoint:{policy}": policy for policy in POLICIES})
+"""The policies of `jax.checkpoint`, by their methods. They are part of the default where a step does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,11 @@ class ComparedPlan:
         return self.simulation.seconds if self.simulation else math.nan
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds of one step by the model of step time (`shardplan.timing.step_time`)."""
+        return step_time(self.plan.schedule).seconds if self.plan else math.nan
+
+    @property
     def gap(self) -> float:
         """The largest possible distance to the optimum of the cost model, as a share of the objective."""
         if not self.plan or math.isinf(self.lower_bound):
@@ -94,7 +113,7 @@ class ComparedPlan:
         return max(0.0, 1 - self.lower_bound / self.objective) if self.objective else 0.0
 
 
-_HEADER = ("method", "MB sent", "objective", "at most above optimum", "peak MB", "seconds", "")
+_HEADER = ("method", "MB sent", "objective", "at most above optimum", "peak MB", "step ms", "seconds", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +169,20 @@ def _cells(row: ComparedPlan, simulated: bool) -> tuple[str, ...]:
     seconds = f"{row.seconds:.2f}"
     step = (f"{1e3 * row.simulated_seconds:.2f}" if row.simulation else "",) if simulated else ()
     if row.plan is None and row.simulation is None:
-        return (row.method, "", "", "", "", *step, seconds, row.note)
+        return (row.method, "", "", "", "", "", *step, seconds, row.note)
     sent, peak = size_cell(row.communication_bytes), size_cell(row.peak_bytes)
     if row.plan is None:
-        return (row.method, sent, "", "", peak, *step, seconds, row.note)
+        return (row.method, sent, "", "", peak, "", *step, seconds, row.note)
     gap = "" if math.isnan(row.gap) else f"{100 * row.gap:.4f} %" if row.gap < 0.01 else f"{100 * row.gap:.1f} %"
     objective = objective_text(row.plan, row.objective)
-    return (row.method, sent, objective, gap, peak, *step, seconds, row.note)
+    return (row.method, sent, objective, gap, peak, f"{1e3 * row.step_seconds:.2f}", *step, seconds, row.note)
 
 
 def compare(
     fn: Callable[..., Any],
     mesh: GivenMesh,
     *args: Any,
-    methods: Sequence[str] = DEFAULT_METHODS,
+    methods: Sequence[str] | None = None,
     **options: Any,
 ) -> Comparison:
     """Plans ``fn`` by several methods.
@@ -171,8 +190,9 @@ def compare(
     Args:
         fn, mesh, args, options: as for ``shardplan.plan``. For a number of devices, the mesh is the best one for
             `exact`.
-        methods: names of `shardplan.problem.baselines.BASELINES`, of `shardplan.search.METHODS`, and of
-            `shardplan.timing.operator_placement.PLACEMENT_METHODS`.
+        methods: names of `shardplan.problem.baselines.BASELINES`, of `shardplan.search.METHODS`, of `CHECKPOINTS`, and
+            of `shardplan.timing.operator_placement.PLACEMENT_METHODS`. By default `DEFAULT_METHODS`, and `CHECKPOINTS`
+            where the step does not fit by layouts.
 
     Raises:
         ArgumentError: a method or an option is unknown. Raised before any work starts.
@@ -180,16 +200,19 @@ def compare(
     chosen = options_from(options)
     mesh = as_mesh(mesh)
     chosen.check()
-    known = (*BASELINES, *METHODS, *PLACEMENT_METHODS)
-    unknown = [method for method in methods if method not in known]
-    if unknown or not methods:
+    known = (*BASELINES, *METHODS, *CHECKPOINTS, *PLACEMENT_METHODS)
+    asked = DEFAULT_METHODS if methods is None else tuple(methods)
+    unknown = [method for method in asked if method not in known]
+    if unknown or not asked:
         listed = ", ".join(known)
         named = ", ".join(f"`{method}`" for method in unknown) or "that is none"
         raise ArgumentError(f"there is no method {named}; there are {listed}")
     program = trace_call(fn, args, {}, chosen)
     concrete = make_plan(program, mesh, chosen).mesh if isinstance(mesh, (int, str)) else with_auto_axes(mesh)
-    rows = [_compared(program, concrete, chosen, method) for method in methods]
-    if any(method in PLACEMENT_METHODS for method in methods):
+    rows = [_compared(program, concrete, chosen, method) for method in asked]
+    if methods is None and rows[0].plan and (rows[0].plan.recomputed or rows[0].plan.blocks):
+        rows += [_compared(program, concrete, chosen, method) for method in CHECKPOINTS]
+    if any(method in PLACEMENT_METHODS for method in asked):
         rows = [replace(row, simulation=simulate(row.plan)) if row.plan else row for row in rows]
     bound = max((row.lower_bound for row in rows), default=-math.inf)
     axes = mesh_axes(concrete)
@@ -202,13 +225,18 @@ def _compared(program: Program, mesh: Mesh | AbstractMesh, options: Options, met
     started = time.perf_counter()
     try:
         if method in ("auto", "exact"):
-            plan = Plan.of(plan_program(program, mesh, options, method=method))
+            plan = Plan.of(Fitting(program, mesh).plan(options))
             return ComparedPlan(method, plan, plan.lower_bound, time.perf_counter() - started)
         if method in PLACEMENT_METHODS:
             return _placed(program, mesh, options, method)
         unlimited = replace(options, memory_limit=math.inf)
         if method in BASELINES:
             plan = Plan.of(plan_program(program, mesh, unlimited, prepare=BASELINES[method]))
+        elif method in CHECKPOINTS:
+            watch = Stopwatch(options.time_limit)
+            free = plan_program(program, mesh, unlimited)
+            recomputed = RecomputedPlans(program, free, unlimited, watch)
+            plan = Plan.of(recomputed.by_policy(CHECKPOINTS[method], watch))
         else:
             plan = Plan.of(plan_program(program, mesh, unlimited, prepare=annotate, method=method))
     except (InfeasibleError, ArgumentError) as error:

@@ -40,6 +40,7 @@ _RANGES = {
     "bytes_per_second": (1e7, 1e14),
     "latency_seconds": (1e-9, 1.0),
     "devices_per_host": (1, 1024),
+    "host_bytes_per_second": (1e7, 1e14),
 }
 """The sensible range of each number."""
 
@@ -70,6 +71,8 @@ class HardwareProfile:
         intra_host, inter_host: links inside a host and across hosts.
         axes: links along mesh axes by name, which override those of the hosts.
         sources: the sources of the numbers.
+        host_bytes_per_second: between a device and the memory of its host, in one direction. None where it is not
+            known, and nothing is chosen to wait there.
     """
 
     name: str
@@ -82,6 +85,7 @@ class HardwareProfile:
     inter_host: Link
     axes: Mapping[str, Link] = field(hash=False)
     sources: tuple[str, ...] = ()
+    host_bytes_per_second: float | None = None
 
     def flops_per_second(self, dtype: Any) -> float:
         """Peak rate of matrix products of an element type (a name or a dtype).
@@ -122,7 +126,7 @@ def profiles() -> tuple[str, ...]:
     """The names of the profiles that come with the library.
 
     >>> profiles()
-    ('a100', 'b200', 'cpu', 'h100', 'h200', 'k80')
+    ('a100', 'b200', 'cpu', 'gh200', 'h100', 'h200', 'k80')
     """
     files = resources.files("shardplan").joinpath("hardware_profiles").iterdir()
     return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
@@ -242,6 +246,7 @@ class _Reader:
 
 _SECTIONS = ("flops_per_second", "intra_host", "inter_host", "axes")
 _NUMBERS = ("memory_bytes", "memory_bytes_per_second", "launch_seconds", "devices_per_host")
+_HOST = "host_bytes_per_second"
 
 
 def _from_entries(name: str, place: str, entries: Any) -> HardwareProfile:
@@ -249,8 +254,9 @@ def _from_entries(name: str, place: str, entries: Any) -> HardwareProfile:
     reader = _Reader(entries)
     if reader.problems:
         raise ArgumentError(f"the hardware profile `{place}` cannot be used: {reader.problems[0]}")
-    reader.unknown(reader.entries, (*_NUMBERS, *_SECTIONS, "sources"))
+    reader.unknown(reader.entries, (*_NUMBERS, _HOST, *_SECTIONS, "sources"))
     numbers = {key: reader.number(reader.entries, key) for key in _NUMBERS}
+    host = float(reader.number(reader.entries, _HOST)) if _HOST in reader.entries else None
     rates = reader.section("flops_per_second")
     flops = {key: float(reader.number(rates, key, "flops_per_second.", "flops_per_second")) for key in rates}
     for key in flops:
@@ -280,4 +286,5 @@ def _from_entries(name: str, place: str, entries: Any) -> HardwareProfile:
         inter_host=links["inter_host"],
         axes=axis_links,
         sources=tuple(sources),
+        host_bytes_per_second=host,
     )

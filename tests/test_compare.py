@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import ArgumentError
+from shardplan.compare import CHECKPOINTS
 from shardplan.layout.layout import MeshAxes
 from shardplan.models import gpt, mlp
 from shardplan.options import Options
@@ -273,3 +274,18 @@ def test_plot(tmp_path: Path):
         with pytest.raises(ArgumentError, match="cannot write the plot to"):
             found.save_plot(tmp_path / path)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_checkpoints_where_a_step_does_not_fit():
+    """Policies by hand are compared then: that around every layer keeps least, and repeats what `exact` need not."""
+    training = gpt.training(gpt.Config(2, width=64, heads=4, vocabulary=256, sequence=128, batch=64))
+    step = training.train_step, 1, training.state, training.batch
+    free = shardplan.plan(*step, donate_argnums=0)
+    found = shardplan.compare(*step, donate_argnums=0, memory_limit=0.6 * free.peak_bytes, fit=("recompute",))
+    assert [row.method for row in found][5:] == list(CHECKPOINTS)
+    policies = [found[method] for method in CHECKPOINTS]
+    assert min(policies, key=lambda row: row.peak_bytes).method == "checkpoint:nothing_saveable"
+    assert found["exact"].plan.recomputed and found["exact"].peak_bytes <= 0.6 * free.peak_bytes
+    fitting = [row for row in policies if not row.note]
+    assert fitting and all(found["exact"].step_seconds <= 1.02 * row.step_seconds for row in fitting)

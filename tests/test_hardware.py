@@ -19,6 +19,7 @@ GOOD = {
     "intra_host": {"bytes_per_second": 1e11, "latency_seconds": 1e-6},
     "inter_host": {"bytes_per_second": 1e10, "latency_seconds": 1e-5},
     "axes": {"data": {"bytes_per_second": 5e9, "latency_seconds": 2e-5}},
+    "host_bytes_per_second": 2e10,
 }
 
 
@@ -42,6 +43,14 @@ def test_shipped_profiles(name):
     assert twice or name in ("b200", "cpu", "k80")
     assert profile.intra_host.bytes_per_second > profile.inter_host.bytes_per_second
     assert profile.intra_host.latency_seconds < profile.inter_host.latency_seconds
+
+
+def test_links_to_hosts(tmp_path):
+    """Profiles may leave them out: that of emulated devices does."""
+    rates = {name: load(name).host_bytes_per_second for name in ("a100", "h100", "gh200", "cpu")}
+    assert rates["a100"] < rates["h100"] < rates["gh200"] == load("gh200").intra_host.bytes_per_second
+    assert rates["cpu"] is None
+    assert load(write(tmp_path, GOOD)).host_bytes_per_second == 2e10
 
 
 def test_later_devices_are_faster():
@@ -100,6 +109,7 @@ BAD = [
     ({"memory_bytes": None}, "`memory_bytes` is missing"),
     ({"memory_bytes": -1}, "`memory_bytes` is `-1`"),
     ({"memory_bytes": "80 GB"}, "`memory_bytes` is `'80 GB'`, not a number"),
+    ({"host_bytes_per_second": 55}, "`host_bytes_per_second` is `55`: a number from 1e\\+07"),
     ({"launch_seconds": 5}, "`launch_seconds` is `5`: a number from 1e-09 to 1"),
     ({"devices_per_host": 2.5}, "`devices_per_host` is `2.5`, not a whole number"),
     ({"flops_per_second": {}}, "lists no element type"),
@@ -129,7 +139,7 @@ def test_all_mistakes_are_named_at_once(tmp_path):
 
 
 def test_no_such_profile(tmp_path):
-    with pytest.raises(ArgumentError, match="`h1000`: choose one of a100, b200, cpu, h100, h200, k80"):
+    with pytest.raises(ArgumentError, match="`h1000`: choose one of a100, b200, cpu, gh200, h100, h200, k80"):
         load("h1000")
     with pytest.raises(ArgumentError, match="No such file"):
         load(tmp_path / "none.toml")

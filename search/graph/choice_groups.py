@@ -14,19 +14,22 @@ groups with one choice each is the optimum.
 >>> groups.small.neighbours[a][b].tolist(), groups.small.neighbours[a][c].tolist()
 ([[0.0, 4.0]], [[0.0]])
 >>> groups.split({a: 0, b: 0, c: 0})
-True
+[0]
 >>> groups.small.neighbours[a][b].tolist(), groups.small.neighbours[a][c].tolist()
 ([[0.0, 9.0], [9.0, 4.0]], [[5.0], [0.0]])
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.graph.graph import Graph
+from shardplan.search.graph.table_elimination import Factor
 
 __all__ = ["Groups", "quotient"]
 
@@ -47,32 +50,59 @@ class Groups:
     def __post_init__(self) -> None:
         self.small = quotient(self.graph, self.places)
 
-    def choices(self, found: dict[int, int]) -> dict[int, int]:
-        """An assignment of groups, as one of choices: of each group the one that its neighbours' groups suit best."""
-        every = {v: self._members(v, found) for v in found}
+    def choices(self, found: dict[int, int], only: Iterable[int] | None = None) -> dict[int, int]:
+        """An assignment of groups, as one of choices: of each group the one that its neighbours' groups suit best.
+
+        only: the variables to find it for, where not for all."""
+        every = {v: self._members(v, found) for v in (found if only is None else only)}
         return {
             v: int(members[self._costs(v, found).sum(axis=0).argmin() if len(members) > 1 else 0])
             for v, members in every.items()
         }
 
-    def split(self, found: dict[int, int]) -> bool:
-        """Splits the groups of several choices that an assignment takes; False where there are none."""
-        several = [v for v in found if np.count_nonzero(self.places[v] == found[v]) > 1]
+    def split(self, found: dict[int, int], only: Iterable[int] | None = None) -> list[int]:
+        """Splits the groups of several choices that an assignment takes; returns their variables.
+
+        only: the variables to look at, where not at all."""
+        several = [v for v in (found if only is None else only) if np.count_nonzero(self.places[v] == found[v]) > 1]
         parts = [[self._members(v, found)[part] for part in _parts(self._costs(v, found))] for v in several]
         for v, new in zip(several, parts, strict=True):
             self.places[v] = self.places[v].copy()
             for part in new:
                 self.places[v][part] = self.places[v].max() + 1
-        changed = set(several)
-        runs = {v: _Runs.of(self.places[v]) for v in changed.union(*(self.graph.neighbours[v] for v in several))}
-        for v in several:
+        self._renew(several)
+        return several
+
+    def separate(self, v: int) -> None:
+        """Makes each choice of a variable a group of its own."""
+        self.places[v] = np.arange(len(self.places[v]))
+        self._renew([v])
+
+    def copy(self) -> Groups:
+        """Groups that can be split without a change of these."""
+        other = copy.copy(self)
+        other.places, other.small = dict(self.places), self.small.copy()
+        return other
+
+    def least(self, factor: Factor) -> Factor:
+        """A factor over groups in the place of choices, of those variables that have groups."""
+        names, table = factor
+        for axis, name in enumerate(names):
+            if name in self.places:
+                table = np.moveaxis(_Runs.of(self.places[name]).least(np.moveaxis(table, axis, 0)), 0, axis)
+        return names, table
+
+    def _renew(self, variables: list[int]) -> None:
+        """Makes the costs and tables of variables whose groups have changed."""
+        changed = set(variables)
+        runs = {v: _Runs.of(self.places[v]) for v in changed.union(*(self.graph.neighbours[v] for v in variables))}
+        for v in variables:
             costs = self.graph.costs[v]
             assert costs is not None
             self.small.costs[v] = runs[v].least(costs)
             for w, table in self.graph.neighbours[v].items():
                 if w > v or w not in changed:
                     self.small.set_edge(v, w, runs[v].least_pairs(table, runs[w]))
-        return bool(several)
 
     def _members(self, v: int, found: dict[int, int]) -> Index:
         return np.flatnonzero(self.places[v] == found[v])

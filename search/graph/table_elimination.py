@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Decision", "EliminatedVariable", "Factor", "Scratch", "eliminate_variable"]
+__all__ = ["Decision", "EliminatedVariable", "Factor", "Scratch", "axes_in_order", "eliminate_variable"]
 
 Array = NDArray[np.float64]
 Factor = tuple[tuple[int, ...], Array]
@@ -75,7 +75,7 @@ def eliminate_variable(
     sizes = {w: size for names, table in factors for w, size in zip(names, table.shape, strict=True) if w != v}
     large = math.prod(sizes.values()) >= _LARGE_RESULT
     scope = _in_runs(sizes, ordered) if large else (*sizes,)
-    tables = [_axes_in_order(factor, (v, *scope), large) for factor in ordered]
+    tables = [axes_in_order(factor, (v, *scope), large) for factor in ordered]
     total, shape = costs.reshape(-1, *[1] * len(scope)), tuple([sizes[w] for w in scope])
     best = None if keeps else np.zeros(shape, dtype=np.uint16)
     if large:
@@ -100,7 +100,7 @@ def _in_runs(sizes: dict[int, int], factors: list[Factor]) -> tuple[int, ...]:
     return tuple([w for run in sorted(runs.values(), key=lambda run: math.prod([sizes[w] for w in run])) for w in run])
 
 
-def _axes_in_order(factor: Factor, order: tuple[int, ...], copies: bool) -> Array:
+def axes_in_order(factor: Factor, order: tuple[int, ...], copies: bool) -> Array:
     """A factor's table with dimensions in the order of these variables, of one entry for those that it has not."""
     names, table = factor
     table = table.transpose([names.index(w) for w in order if w in names])

@@ -36,7 +36,7 @@ from shardplan.search.graph.graph import Graph
 from shardplan.search.graph.table_elimination import EliminatedVariable
 from shardplan.search.solver.bounded_graph import BoundedGraph
 
-__all__ = ["MAX_GRAPH_ENTRIES", "solve_near_optimal"]
+__all__ = ["MAX_GRAPH_ENTRIES", "affordable_groups", "order_of_groups", "pair_bounds", "solve_near_optimal"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -75,7 +75,7 @@ def solve_near_optimal(solver: BoundedGraph) -> bool:
     graph.make_consistent()
     relaxation = Relaxation(graph)
     bound, _ = relaxation.reduced_costs()
-    affordable = _affordable_groups(graph, _pair_bounds(relaxation), max(solver.upper, solver.ceiling) - bound)
+    affordable = affordable_groups(graph, pair_bounds(relaxation), max(solver.upper, solver.ceiling) - bound)
     if affordable is None:
         return False
     order: Plan | None
@@ -99,22 +99,22 @@ def solve_near_optimal(solver: BoundedGraph) -> bool:
         if not groups.split(found):  # what is found is the best there is
             solver.raise_lower(solver.upper)
             break
-        order = _plan(graph, groups.places, _GROWTH)
+        order = order_of_groups(graph, groups.places, _GROWTH)
     return solver.closed
 
 
-def _affordable_groups(graph: Graph, rises: dict[int, Array], gap: float) -> tuple[dict[int, Index], Plan] | None:
+def affordable_groups(graph: Graph, rises: dict[int, Array], gap: float) -> tuple[dict[int, Index], Plan] | None:
     """Per variable the group of each choice, where those that raise the bound by more than a share of the gap are one;
     and the order in which dynamic programming can look at all of them."""
     for share in _GAP_SHARES:
         places = _places(graph, rises, share * gap)
-        order = _plan(graph, places, 1.0)
+        order = order_of_groups(graph, places, 1.0)
         if order is not None:
             return places, order
     return None
 
 
-def _plan(graph: Graph, places: dict[int, Index], room: float) -> Plan | None:
+def order_of_groups(graph: Graph, places: dict[int, Index], room: float) -> Plan | None:
     """The order in which to look at all groups, where that takes no more than `room` times the table entries that it
     may take at first."""
     sizes = {v: int(place.max()) + 1 for v, place in places.items()}
@@ -136,7 +136,7 @@ def _places(graph: Graph, rises: dict[int, Array], room: float) -> dict[int, Ind
     return places
 
 
-def _pair_bounds(relaxation: Relaxation) -> dict[int, Array]:
+def pair_bounds(relaxation: Relaxation) -> dict[int, Array]:
     """Per variable and choice, by how much the bound rises at least with the best pairs that it has with each of the
     variable's neighbours: by the most of these."""
     offsets, above = relaxation.sweeper.offsets, relaxation.sweeper.beliefs

@@ -28,7 +28,7 @@ from shardplan.search.structure.periodic_messages import Ring
 from shardplan.search.structure.shared_variables import excess_of_shared, means, weighted_graph
 from shardplan.search.structure.unfold_repeats import unfolded_choices
 
-__all__ = ["Start", "begin_folded", "folded_start"]
+__all__ = ["Start", "begin_folded", "folded_messages", "folded_start"]
 
 _CLOSED_GAP = 2e-4
 """The gap at which the search of the small graph ends: pruning of the whole graph is faster from there on."""
@@ -88,6 +88,17 @@ def folded_start(graph: Graph, budget: Budget, gap: float, callbacks: Callbacks)
     return _with_periodic_messages(graph, folded, start, gap, callbacks)
 
 
+def folded_messages(
+    graph: Graph, choices: dict[int, int], budget: Budget, gap: float, callbacks: Callbacks
+) -> Messages | None:
+    """Messages of a graph whose best assignment is known, by its repeated layers; `None` where it has none."""
+    folded = None if any(graph.spans) else fold(graph, END_LAYERS)
+    if folded is None:
+        return None
+    start = _start_of(graph, folded, budget, gap, callbacks, settles=False)
+    return _with_rings(graph, folded, replace(start, choices=choices), gap, callbacks).messages
+
+
 def _start_of(
     graph: Graph, folded: FoldedGraph, budget: Budget, gap: float, callbacks: Callbacks, settles: bool
 ) -> Start:
@@ -116,11 +127,17 @@ def _with_periodic_messages(graph: Graph, folded: FoldedGraph, start: Start, gap
     """The start, with messages of layers in rings for those that were left out."""
     if start.choices is None:
         return start
-    choices = unfolded_choices(graph, folded, start.choices)
-    start = replace(start, choices=choices)
+    return _with_rings(
+        graph, folded, replace(start, choices=unfolded_choices(graph, folded, start.choices)), gap, callbacks
+    )
+
+
+def _with_rings(graph: Graph, folded: FoldedGraph, start: Start, gap: float, callbacks: Callbacks) -> Start:
+    """The start, whose choices are those of the whole graph, with messages of layers in rings."""
+    assert start.choices is not None
     allowed = _SHARE_OF_TIME * callbacks.seconds_left()
     for found, layers in folded.repetitions:
-        ring = Ring(graph, found, start.messages, choices)
+        ring = Ring(graph, found, start.messages, start.choices)
         ring.sweep(_GAP_RATIO * gap, lambda: callbacks.seconds_left() > allowed)
         start = replace(
             start,

@@ -1,7 +1,7 @@
 """Calibration: a hardware profile from measurements on the user's devices.
 
     calibration = shardplan.calibrate(mesh, plan, path="ours.toml")
-    print(calibration)                                      # the curves, and their errors
+    print(calibration)  # the curves, and their errors; a notebook also shows the lanes of the step
     shardplan.plan(step, mesh, *args, objective="time", hardware="ours.toml")
 
 The curves are times by size of matrix products of a plan's element types, and of its kinds of collectives over each of
@@ -23,12 +23,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardplan.audits.microbenchmarks import Curve, collective, matrix_product, measure_curve, memory_traffic
-from shardplan.common.tables import text_table
+from shardplan.common.tables import html_table, text_table
 from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile, Link, load
 from shardplan.layout.collectives import CollectiveKind
 from shardplan.layout.mesh import can_run, memory_for_arrays, with_auto_axes
+from shardplan.plans.mesh_profile import profile_of
 from shardplan.plans.plan_data import PlanData
+from shardplan.plans.simulate import simulate
+from shardplan.timing.simulator import Simulation
 
 _KINDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
 """The kinds measured over each mesh axis without a plan. Latencies come from these two."""
@@ -48,12 +51,19 @@ class Measured:
     profile_error: float
 
 
+_HEADER = ("measured", "points", "error of interpolation", "error of the profile")
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A measured profile with its evidence."""
+    """A measured profile with its evidence. A notebook shows the lanes of the step as well.
+
+    ``simulation`` is that of the plan on this profile, None without a plan.
+    """
 
     profile: HardwareProfile
     measured: tuple[Measured, ...]
+    simulation: Simulation | None = None
 
     @property
     def error(self) -> float:
@@ -61,12 +71,22 @@ class Calibration:
         return float(np.mean([found.interpolation_error for found in self.measured]))
 
     def __str__(self) -> str:
-        rows = [
+        return f"{text_table(_HEADER, self._rows(), numbers=(1, 2, 3))}\n{self._sentence()}"
+
+    def _repr_html_(self) -> str:
+        table = html_table(_HEADER, self._rows(), numbers=(1, 2, 3), caption=self._sentence())
+        return table + (self.simulation._repr_html_() if self.simulation is not None else "")
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
             (m.name, str(len(m.curve.sizes)), f"{m.interpolation_error:.1%}", f"{m.profile_error:.1%}")
             for m in self.measured
         ]
-        header = ("measured", "points", "error of interpolation", "error of the profile")
-        return f"{text_table(header, rows, numbers=(1, 2, 3))}\nmean error of interpolation {self.error:.1%}"
+
+    def _sentence(self) -> str:
+        step = self.simulation
+        busy = f"; the step takes {1e3 * step.seconds:.2f} ms by this profile" if step is not None else ""
+        return f"mean error of interpolation {self.error:.1%}{busy}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the profile as TOML for `hardware=`. Raises ArgumentError where that fails."""
@@ -123,7 +143,8 @@ def calibrate(
         sent[kind, axes] = measure_curve(collective(mesh, kind, axes), largest_bytes, unit)
     curves = _Curves(largest_side, products, memory, sent)
     profile = _profile(mesh, curves)
-    calibration = Calibration(profile, tuple(_compared(mesh, profile, curves)))
+    step = simulate(plan, profile) if plan is not None else None
+    calibration = Calibration(profile, tuple(_compared(mesh, profile, curves)), step)
     if path is not None:
         calibration.save(path)
     return calibration
@@ -218,6 +239,7 @@ def _profile(mesh: Mesh, curves: _Curves) -> HardwareProfile:
         inter_host=slowest,
         axes=axes,
         sources=(f"measured on {mesh.size} x {device.device_kind}, mesh {dict(mesh.shape)}, by shardplan.calibrate",),
+        host_bytes_per_second=load(profile_of(mesh)).host_bytes_per_second,  # not measured
     )
 
 
@@ -266,12 +288,14 @@ def profile_toml(profile: HardwareProfile) -> str:
     """A profile in the form of the files in `shardplan/hardware_profiles`."""
     links = {"intra_host": profile.intra_host, "inter_host": profile.inter_host}
     links |= {f"axes.{_quoted(axis)}": link for axis, link in profile.axes.items()}
+    host = profile.host_bytes_per_second
     lines = [
         f"sources = [{', '.join(_quoted(source) for source in profile.sources)}]",
         f"devices_per_host = {profile.devices_per_host}",
         f"memory_bytes = {profile.memory_bytes}",
         f"memory_bytes_per_second = {profile.memory_bytes_per_second!r}",
         f"launch_seconds = {profile.launch_seconds!r}",
+        *([] if host is None else [f"host_bytes_per_second = {host!r}"]),
         "",
         "[flops_per_second]",
         *(f"{dtype} = {rate!r}" for dtype, rate in profile.flops.items()),

@@ -1,7 +1,7 @@
 """Choosing what is recomputed: the residuals whose recomputation keeps a schedule within a memory limit.
 
 First, what saves most of the bytes above the limit per second that it adds, one kind of residual after another in all
-repeated layers at once; or all that no large product makes, as policies by hand do. Then single values are kept again,
+repeated layers at once; or all that a policy by hand computes again. Then single values are kept again,
 as far as that fits, the dearest first.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.optimize.checkpoint_policies import POLICIES
 from shardplan.optimize.residual_graph import ResidualGraph
 
 _LEAST_SECONDS = 1e-7
@@ -31,7 +32,8 @@ _STEPS = 2
 
 def choose_recomputed(graph: ResidualGraph, limit: float) -> frozenset[int]:
     """The residuals to recompute, as few seconds of them as are found; the most where the limit is not reached."""
-    found = [*(_by_kinds(graph, limit, capped) for capped in (True, False)), frozenset(graph.cheap)]
+    by_kinds = [_by_kinds(graph, limit, capped) for capped in (True, False)]
+    found = [*map(graph.useful, by_kinds), *(policy(graph) for policy in POLICIES.values())]
     fitting = [_kept_again(graph, one, limit) for one in found if _Judged.of(graph, one, limit).excess <= 0]
     if fitting:
         return min(fitting, key=lambda one: graph.estimate(one)[1])
@@ -65,13 +67,16 @@ def _by_kinds(graph: ResidualGraph, limit: float, capped: bool) -> frozenset[int
     """One kind after another, that first which saves most per second, until the limit is reached or nothing saves.
 
     Of many kinds, one is judged again when it comes first: what it saves hardly grows with what is chosen."""
-    kinds, chosen = _kinds(graph), frozenset[int]()
+    kinds, chosen = _kinds(graph), graph.unread
     now = _Judged.of(graph, chosen, limit)
 
     def judged(kind: frozenset[int]) -> tuple[float, frozenset[int], _Judged]:
-        """What adding a kind saves per second, with the residuals that it is made of alone or not; 0 for nothing."""
+        """What adding a kind saves per second, with the residuals that it is made of alone, and without the stacks that
+        it could be made of, or not; 0 for nothing."""
         found = (0.0, chosen, now)
-        for more in (chosen | kind, chosen | kind | graph.fresh_sources(kind, chosen)):
+        sources = graph.unread.intersection(s for value in kind for s in graph.sources[value])
+        ways = (chosen | kind, chosen | kind | graph.fresh_sources(kind, chosen), (chosen | kind) - sources)
+        for more in dict.fromkeys(ways):
             after = _Judged.of(graph, more, limit)
             rate = now.saved(after, limit, capped) / max(after.seconds - now.seconds, _LEAST_SECONDS)
             if after.excess < now.excess and rate > found[0]:
@@ -105,7 +110,7 @@ def _kept_again(graph: ResidualGraph, chosen: frozenset[int], limit: float) -> f
             after = _Judged.of(graph, chosen - group, limit)
             if after.excess <= 0 and after.seconds <= now.seconds:
                 chosen, now = chosen - group, after
-    return chosen
+    return graph.useful(chosen)
 
 
 def _dearest_first(graph: ResidualGraph, groups: Iterable[frozenset[int]]) -> list[frozenset[int]]:

@@ -20,6 +20,7 @@ from shardplan.program.program import Operation, Program
 from shardplan.program.recompute import ties
 from shardplan.program.recompute_scans import Stack, chain, is_fixed, remakeable, stacks
 from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
+from shardplan.timing.stack_traffic import stacking_bytes
 from shardplan.timing.step_time import sent_seconds, time_prices
 
 Array = NDArray[np.float64]
@@ -56,6 +57,8 @@ class ResidualGraph:
         self.residuals = (*_worth_making_again(schedule), *self.stacks)
         self._known = frozenset(self.residuals)
         self.sources = {**_sources(self.program), **{v: _slices(self.program, s) for v, s in self.stacks.items()}}
+        self.unread = frozenset(value for value, stack in self.stacks.items() if not stack.is_read(self.program))
+        """What scans stack for others to be made of alone."""
         self._uses = self._late_uses()
         self._spans = self._spans_of(lifetimes)
         self._carries = self._stacked_carries()
@@ -68,6 +71,7 @@ class ResidualGraph:
         self.cheap = set[int]()  # what no large product makes: what checkpoint policies by hand compute again
         self._read: dict[int, list[tuple[int, float]]] = {}  # of slices, the seconds of reading others
         self.flops, self.seconds = self._costs()
+        self._stacking = {value: self._stacking_seconds(stack) for value, stack in self.stacks.items()}
 
     # ---- what is asked
 
@@ -107,10 +111,11 @@ class ResidualGraph:
         """The bytes of a device over time, and the seconds that are added."""
         found = self.effect(recomputed)
         change = np.zeros(len(self.profile) + 1)
-        for value, place in found.first.items():
+        for value in (*found.first, *(self.unread.intersection(recomputed) - found.first.keys())):
             for until, end, size in self._waiting.get(value, ()):
                 change[until + 1] -= size
                 change[end + 1] += size
+        for value, place in found.first.items():
             change[place] += self.sizes[value]
             change[max(found.last[value], place) + 1] -= self.sizes[value]
         for value in self._following:
@@ -129,6 +134,7 @@ class ResidualGraph:
                 change[start] += size
                 change[end + 1] -= size
         seconds = sum(self._seconds_among(value, found.first) for value in found.first)
+        seconds -= sum(size for value, size in self._stacking.items() if value in recomputed)
         return self.profile + np.cumsum(change)[:-1], seconds
 
     def _seconds_among(self, value: int, recomputed: Collection[int]) -> float:
@@ -137,9 +143,18 @@ class ResidualGraph:
 
     def figures(self, value: int, recomputed: Collection[int]) -> tuple[int, float, float, float]:
         """1, the bytes that wait for the backward part, and the operations and seconds of making a residual again,
-        among others."""
+        among others, less those of stacking it."""
         waiting = sum(size for _, _, size in self._waiting.get(value, ()))
-        return 1, waiting, self.flops[value], self._seconds_among(value, recomputed)
+        return 1, waiting, self.flops[value], self._seconds_among(value, recomputed) - self._stacking.get(value, 0.0)
+
+    def stacked(self, value: int) -> tuple[int, float, float, float]:
+        """The figures of a value that is stacked for others to be made of: 1, the bytes that wait, less than zero, and
+        the operations and seconds of stacking it."""
+        return 1, -sum(size for _, _, size in self._waiting.get(value, ())), 0.0, self._stacking[value]
+
+    def useful(self, recomputed: Collection[int]) -> frozenset[int]:
+        """The residuals to recompute, with the stacks that nothing would be made of."""
+        return frozenset({*recomputed, *(self.unread - self.effect(recomputed).kept.keys())})
 
     def fresh_sources(self, values: Iterable[int], recomputed: Collection[int]) -> set[int]:
         """The residuals that some are made of which nothing late reads otherwise, and theirs."""
@@ -164,7 +179,8 @@ class ResidualGraph:
                 if maker is not None and maker.index in forward and not is_fixed(maker):
                     sources = (value,) if value in made else self.sources.get(value, ())
                     found.append(_Use(value, sources, self._place[index]))
-        return [*found, *(_Use(v, (v,), self._place[stack.reader]) for v, stack in self.stacks.items())]
+        read = {value: stack.reader for value, stack in self.stacks.items() if value not in self.unread}
+        return [*found, *(_Use(value, (value,), self._place[reader]) for value, reader in read.items())]
 
     def _stacked_carries(self) -> dict[int, tuple[int, int, float]]:
         """From when to when the carry of a scan is stacked where slices are made of it, and its bytes."""
@@ -223,6 +239,12 @@ class ResidualGraph:
             if buffer.value is not None and maker is not None and size and maker.index in early(self.program):
                 found.setdefault(buffer.value, []).append((buffer.start, buffer.end, size))
         return found
+
+    def _stacking_seconds(self, stack: Stack) -> float:
+        """The seconds of writing a stack and of reading it, which are saved where its slices are made again."""
+        moved = 1 + stacking_bytes(self.program, stack.made) / self.program.values[stack.made].total_bytes
+        times = moved * stack.length(self.program)
+        return times * self._size(stack.made) / self._schedule.problem.prices.hardware.memory_bytes_per_second
 
     def _place_of(self, value: int) -> int:
         return self._place[self.program.makers[value].index]

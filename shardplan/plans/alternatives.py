@@ -2,47 +2,45 @@
 
 A price is the extra cost of the best assignment with another choice. Two searches find it:
 
-1. A search of a neighbourhood, with all choices outside of it as planned. Its cost is an upper bound of the price.
-   Larger neighbourhoods follow while time is left. The prices of most layouts are those of some hundred variables.
-2. A search of the whole network without the choices that are priced so far. It gives the cheapest other choice with its
-   exact price, and a lower bound for all others. Three of these make the three cheapest alternatives exact. It takes
-   place where the network is small enough for the time that is left.
+1. A search of a neighbourhood, with all choices outside of it as planned. Its cost is an upper bound of the price, and
+   the price itself where the neighbourhood has all that the variable has to do with.
+2. With time, the lower bounds of all choices in the whole network (`shardplan.search.marginals`). The three cheapest
+   alternatives become exact, the others intervals. What the bounds of all variables have in common is made once per
+   plan, by the first of them.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.plans.plan_data import PlanData
-from shardplan.search import Network, Solution, solve
+from shardplan.search import Marginals, Network, Solution, solve
 from shardplan.timing.step_time import memory_traffic
 
-_PRECISION = 1e-4
-"""The gap at which searches stop, and the share of the whole cost within which a price is exact."""
+_PRECISION = 1e-3
+"""The share of a price up to which both ends of its interval are one."""
+
+_ROUNDING = 1e-9
+"""The same, as a share of the whole cost."""
 
 _LOCAL_PRECISION = 1e-9
 
 _EXACT = 3
 """The number of the cheapest alternatives with exact prices."""
 
-_NEIGHBOURHOODS = (50, 400, 1000)
-"""The variables of the neighbourhoods, one after another while time is left. The first one is always searched, with all
-choices; the others from the cheapest choice on."""
+_NEIGHBOURHOOD, _WIDE_NEIGHBOURHOOD = 50, 400
+"""The variables of a neighbourhood."""
 
 _LOCAL_SECONDS = 1.0
 """The most seconds of a search of one neighbourhood."""
-
-_SECONDS_PER_VARIABLE = 3e-4
-"""An estimate of the time of a search of the whole network. It may exceed its time limit by as much."""
 
 Tables = list[list[tuple[int, NDArray[np.float64]]]]
 """Per variable its neighbours, each with the table whose rows are the variable's choices."""
@@ -52,7 +50,7 @@ Tables = list[list[tuple[int, NDArray[np.float64]]]]
 class Alternative:
     """Another choice of a variable. Its price is from ``at_least`` to ``extra_cost``.
 
-    ``exact``: whether both are equal, within a hundredth of a percent of the whole cost.
+    ``exact``: whether both are equal, within a tenth of a percent.
     """
 
     choice: int
@@ -80,77 +78,55 @@ def alternatives(
 ) -> list[Alternative]:
     """Every other possible choice of a variable, cheapest first.
 
-    ``time_limit`` in seconds bounds the searches. ``gap`` is that of the planned choices, which another choice may
-    improve by as much. With ``most``, only so many of the cheapest ones in the first neighbourhood have a price."""
-    deadline = time.monotonic() + time_limit
+    ``time_limit`` in seconds bounds the search of the whole network; without time there is none. ``gap`` is that of the
+    planned choices, which another choice may improve by as much. With ``most``, only so many of the cheapest ones in
+    the neighbourhood have a price."""
     present = network.cost(choices)
     own = network.costs[variable]
     possible = np.isfinite(own) & (np.arange(own.size) != choices[variable])
-    prices, complete = _local_prices(network, choices, variable, possible, deadline, most)
+    prices, complete = _local_prices(network, choices, variable, possible, most)
+    least = prices if complete else np.full(own.size, -gap * abs(present))
+    if not complete and time_limit > 0:
+        bounds = _marginals(network, choices)
+        if bounds.bounded:
+            known = bounds.prices(variable, _EXACT, time.monotonic() + time_limit)
+            prices = np.minimum(prices, known.at_most)
+            least = np.minimum(np.maximum(least, known.at_least), prices)
+            possible &= np.isfinite(known.at_least)
     if most is not None:
         possible &= np.isfinite(prices)
-    least = prices if complete else np.full(own.size, -gap * abs(present))
-    found = [Alternative(int(k), prices[k], least[k], False) for k in np.flatnonzero(possible)]
-    if not complete:
-        found = _with_bounds(network, variable, found, present, deadline)
-    sound = [replace(one, exact=one.extra_cost - one.at_least <= _PRECISION * abs(present)) for one in found]
-    return sorted(sound, key=lambda one: (one.extra_cost, one.at_least, one.choice))
+    room = _ROUNDING * abs(present)
+    found = [
+        Alternative(int(k), prices[k], least[k], prices[k] - least[k] <= _PRECISION * prices[k] + room)
+        for k in np.flatnonzero(possible)
+    ]
+    return sorted(found, key=lambda one: (one.extra_cost, one.at_least, one.choice))
 
 
-def _with_bounds(
-    network: Network, variable: int, found: list[Alternative], present: float, deadline: float
-) -> list[Alternative]:
-    """The alternatives, the cheapest ones by searches of the whole network as far as the time suffices."""
-    known = {one.choice: one for one in found}
-    left = np.zeros(network.costs[variable].size, dtype=bool)
-    left[list(known)] = True
-    for _ in range(_EXACT):
-        seconds = deadline - time.monotonic()
-        if not left.any() or seconds < max(0.01, _SECONDS_PER_VARIABLE * len(network)):
-            break
-        solution = solve(_without(network, variable, left), gap=_PRECISION, time_limit=seconds)
-        for choice in np.flatnonzero(left).tolist():
-            least = max(known[choice].at_least, solution.lower_bound - present)
-            known[choice] = replace(known[choice], at_least=min(least, known[choice].extra_cost))
-        if not np.isfinite(solution.cost):
-            break
-        cheapest = int(solution.choices[variable])
-        cost = min(known[cheapest].extra_cost, max(0.0, solution.cost - present))
-        known[cheapest] = replace(known[cheapest], extra_cost=cost, at_least=min(known[cheapest].at_least, cost))
-        if solution.status != "optimal":
-            break
-        left[cheapest] = False
-    return list(known.values())
+def _marginals(network: Network, choices: Sequence[int]) -> Marginals:
+    """The bounds of a network's variables, which the network keeps for one assignment."""
+    key = tuple(map(int, choices))
+    known = network.derived.get(Marginals)
+    if known is None or known[0] != key:
+        known = network.derived[Marginals] = key, Marginals(network, key)
+    return known[1]
 
 
 def _local_prices(
-    network: Network,
-    choices: Sequence[int],
-    variable: int,
-    possible: NDArray[np.bool_],
-    deadline: float,
-    most: int | None,
+    network: Network, choices: Sequence[int], variable: int, possible: NDArray[np.bool_], most: int | None
 ) -> tuple[NDArray[np.float64], bool]:
-    """Per choice, an upper bound of its price: the least of the searches of neighbourhoods. Whether the last one had
-    all that the variable has to do with, and the prices are exact."""
+    """Per choice, an upper bound of its price: that of a search of the neighbourhood. Whether this has all that the
+    variable has to do with, and the prices are exact."""
     prices = np.full(possible.size, np.inf)
     around = _neighbours(network)
-    for size in _NEIGHBOURHOODS:
-        until = math.inf if size == _NEIGHBOURHOODS[0] else deadline
-        if time.monotonic() > until:
-            break
-        near = _nearest(around, variable, size)
-        part = _part(network, around, choices, near)
-        planned = part.cost([choices[v] for v in near])
-        solutions = list(islice(_in_order(part, 0, possible, until), most))
-        for solution in solutions:
-            choice = int(solution.choices[0])
-            prices[choice] = min(prices[choice], max(0.0, solution.cost - planned))
-        if len(near) < size:
-            all_found = len(solutions) == min(possible.sum(), most or possible.sum())
-            solved = all_found and all(one.status == "optimal" for one in solutions)
-            return prices, solved
-    return prices, False
+    near = _nearest(around, variable, _NEIGHBOURHOOD)
+    part = _part(network, around, choices, near)
+    planned = part.cost([choices[v] for v in near])
+    solutions = list(islice(_in_order(part, 0, possible), most))
+    for solution in solutions:
+        prices[int(solution.choices[0])] = max(0.0, solution.cost - planned)
+    every = len(solutions) == min(possible.sum(), most or possible.sum())
+    return prices, len(near) < _NEIGHBOURHOOD and every and all(one.status == "optimal" for one in solutions)
 
 
 def without_transition(network: Network, choices: Sequence[int], number: int) -> tuple[float, dict[int, int]] | None:
@@ -158,7 +134,7 @@ def without_transition(network: Network, choices: Sequence[int], number: int) ->
     variable. None where no assignment of the neighbourhood is one."""
     u, v, table = network.edges[number]
     around = _neighbours(network)
-    near = _nearest(around, u, _NEIGHBOURHOODS[1])
+    near = _nearest(around, u, _WIDE_NEIGHBOURHOOD)
     near += [v] if v not in near else []
     part = _part(network, around, choices, near)
     planned = part.cost([choices[variable] for variable in near])
@@ -170,10 +146,10 @@ def without_transition(network: Network, choices: Sequence[int], number: int) ->
     return max(0.0, solution.cost - planned), dict(zip(near, solution.choices.tolist(), strict=True))
 
 
-def _in_order(network: Network, variable: int, possible: NDArray[np.bool_], until: float) -> Iterator[Solution]:
-    """The best assignments with each possible choice of a variable, cheapest first, up to a time."""
+def _in_order(network: Network, variable: int, possible: NDArray[np.bool_]) -> Iterator[Solution]:
+    """The best assignments with each possible choice of a variable, cheapest first."""
     left = possible.copy()
-    while left.any() and time.monotonic() < until:
+    while left.any():
         solution = solve(_without(network, variable, left), gap=_LOCAL_PRECISION, time_limit=_LOCAL_SECONDS)
         if not np.isfinite(solution.cost):
             return

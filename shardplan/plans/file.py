@@ -373,6 +373,8 @@ def _options(entries: OptionEntries) -> Options:
         rates = (*hardware.flops.values(), hardware.memory_bytes, hardware.memory_bytes_per_second)
         links = (hardware.intra_host, hardware.inter_host, *hardware.axes.values())
         rates = (*rates, hardware.devices_per_host, *(link.bytes_per_second for link in links))
+        host = hardware.host_bytes_per_second
+        rates = rates if host is None else (*rates, host)
         sound = hardware.flops and min(rates) > 0 <= min(link.latency_seconds for link in links)
         check(bool(sound), "plan.options.hardware", hardware.name, "rates above 0")
     given: dict[str, Any] = {name: entry for name, entry in entries.items() if name in OptionEntries.__annotations__}

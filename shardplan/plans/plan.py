@@ -154,8 +154,10 @@ class Plan(PlanData):
         """The reasons for the layout of an argument (a path glob) or an operation (``op12``, or a glob of its source
         line or module).
 
-        The text has its layout, readers and collectives, and the costs of other layouts: exact ones, or intervals
-        where ``time_limit`` seconds of search do not prove a cost. Equal layers are one paragraph.
+        The text has its layout, readers and collectives, and the costs of other layouts. The three cheapest are exact
+        where ``time_limit`` seconds of search suffice; the others are intervals. The first explanation of a plan also
+        makes what the bounds of all variables have in common, which takes 2 to 4 seconds for 24 layers.
+        ``time_limit=0`` searches neighbourhoods alone. Equal layers are one paragraph.
 
         Raises ArgumentError with the nearest paths if nothing matches.
         """

@@ -137,4 +137,4 @@ def _trace(call: Call, options: Options, mesh: GivenMesh | NoMesh = NO_MESH) -> 
         traced, found = trace_with_layouts(without_types(call, mesh), args, kwargs, layouts)
     program, pins = pin_results(traced, found, options.pins)
     resolved = replace(options, pins=pins, results=found or None, in_shardings=None, out_shardings=None, like=None)
-    return replace(program, name=call.name), resolved
+    return replace(program, name=call.name, parameters=call.parameters), resolved

@@ -17,6 +17,7 @@ from shardplan.common.progress import set_stage
 from shardplan.errors import InfeasibleError
 from shardplan.memory import lifetimes_of
 from shardplan.optimize.carried_over import carried_over
+from shardplan.optimize.checkpoint_policies import POLICIES
 from shardplan.optimize.choose_recomputed import choose_recomputed
 from shardplan.optimize.residual_graph import ResidualGraph
 from shardplan.optimize.solve_once import ACCEPTABLE_GAP, Choices, FoundSchedule, Search
@@ -30,7 +31,7 @@ from shardplan.plans.stopwatch import Stopwatch
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule
 from shardplan.program.program import Program
-from shardplan.program.recompute import origins, recomputable, recomputing
+from shardplan.program.recompute import origins, recomputable, recomputing, stackable
 from shardplan.search import Solution, descents
 from shardplan.timing.step_time import memory_traffic, step_time
 
@@ -76,9 +77,13 @@ class RecomputedPlans:
         self._program, self._free, self._options, self._mesh = program, free, options, free.mesh
         self._donated = donated_leaves(program, free.donated)
         self._tried: dict[frozenset[int], _Rewritten] = {}
-        released = self._stated(frozenset(), watch)  # nothing is recomputed, gradients are released
+        self._stackable = stackable(program)
+        released = self._stated(self._stackable, watch)  # nothing is recomputed, gradients are released
         self._graph = ResidualGraph(released.schedule, released.lifetimes)
-        self._tried[frozenset()] = self._priced(frozenset(), released)
+        if self._stackable:
+            self._rewritten(frozenset(), watch)
+        else:
+            self._tried[frozenset()] = self._priced(frozenset(), released)
 
     def within(self, limit: float, watch: Stopwatch) -> PlanData:
         """The plan within a limit that adds the least work. Raises InfeasibleError where none is found."""
@@ -97,8 +102,12 @@ class RecomputedPlans:
         """The plan that computes the largest residuals again, as those of attention: what is made of them late is then
         near to where it is read, and one loop can have both."""
         least = _LARGE * max(self._graph.sizes.values(), default=0.0)
-        large = frozenset(value for value, size in self._graph.sizes.items() if size >= least)
-        return self._reported(self._rewritten(large & recomputable(self._program), watch), watch)
+        large = self._graph.useful([value for value, size in self._graph.sizes.items() if size >= least])
+        return self._reported(self._rewritten(self._in_program(large), watch), watch)
+
+    def by_policy(self, policy: str, watch: Stopwatch) -> PlanData:
+        """The plan that computes again what a policy of `jax.checkpoint` around every layer does, within any limit."""
+        return self._reported(self._rewritten(self._in_program(POLICIES[policy](self._graph)), watch), watch)
 
     # ---- what is recomputed
 
@@ -118,7 +127,7 @@ class RecomputedPlans:
             found = self._rewritten(chosen, watch)
             seen.append(chosen)
             excess = found.peak_bytes - limit
-            if excess > 0 and (best is not None or self._graph.estimate(chosen)[0].max() > target):
+            if excess > 0 and (best is not None or self._graph.estimate(self._in_graph(chosen))[0].max() > target):
                 break  # it was nearer before, or no more is found to choose
             if excess <= 0 and (missed < np.inf or found.peak_bytes >= _NEAR * limit):
                 break
@@ -136,7 +145,14 @@ class RecomputedPlans:
     def _choice(self, target: float) -> frozenset[int]:
         """What is chosen for a limit, of what can be made again in the program as it is: barriers of the released
         program may move the border between its parts."""
-        return choose_recomputed(self._graph, target) & recomputable(self._program)
+        return self._in_program(choose_recomputed(self._graph, target))
+
+    def _in_program(self, chosen: frozenset[int]) -> frozenset[int]:
+        """What the program recomputes, and stacks besides, for a choice in the graph, where it stacks all it could."""
+        return (chosen & recomputable(self._program)) ^ self._stackable
+
+    def _in_graph(self, chosen: frozenset[int]) -> frozenset[int]:
+        return chosen ^ self._stackable
 
     def _best_of(self, chosen: Collection[frozenset[int]], limit: float) -> _Rewritten | None:
         fitting = [one for one in map(self._tried.__getitem__, chosen) if one.peak_bytes <= limit]
@@ -171,7 +187,8 @@ class RecomputedPlans:
     def _priced(self, chosen: frozenset[int], found: FoundSchedule) -> _Rewritten:
         link = found.schedule.problem.prices.hardware.intra_host
         sent = sum(one.bytes * one.times for one in found.schedule.collectives())
-        return _Rewritten(chosen, found, self._graph.estimate(chosen)[1] + sent / link.bytes_per_second)
+        seconds = self._graph.estimate(self._in_graph(chosen))[1]
+        return _Rewritten(chosen, found, seconds + sent / link.bytes_per_second)
 
     # ---- better layouts
 
@@ -218,14 +235,20 @@ class RecomputedPlans:
         return replace(plan, recipe=recipe, statistics={**plan.statistics, "recomputed": self._rows(recomputed)})
 
     def _rows(self, recomputed: Collection[int]) -> list[dict[str, object]]:
-        """What is recomputed by module and primitive: bytes of a device that wait no longer, and work that is added."""
+        """What is recomputed by module and primitive: bytes of a device that wait no longer, and work that is added.
+
+        What is stacked for it has rows too, with bytes below zero."""
         rows: dict[tuple[str, str], dict[str, float]] = {}
-        for value in recomputed:
-            stack = self._graph.stacks.get(value)
-            maker = self._program.makers[value if stack is None else stack.made]
+        graph, chosen = self._graph, self._in_graph(frozenset(recomputed))
+        again = graph.effect(chosen).first
+        figures = {v: graph.figures(v, chosen) for v in sorted(chosen) if v in again or v not in self._stackable}
+        figures |= {value: graph.stacked(value) for value in sorted(self._stackable - chosen)}
+        for value, amounts in figures.items():
+            stack = graph.stacks.get(value)
+            maker = graph.program.makers[value if stack is None else stack.made]
             place = glob_of("/".join(["", *_jax.module_path(maker.equation).split("/")])).lstrip("/")
             row = rows.setdefault((place or maker.source, maker.primitive.name), dict.fromkeys(_SUMS, 0.0))
-            for name, amount in zip(_SUMS, self._graph.figures(value, recomputed), strict=True):
+            for name, amount in zip(_SUMS, amounts, strict=True):
                 row[name] += amount
         return [{"module": m, "made_by": p, **row, "count": int(row["count"])} for (m, p), row in rows.items()]
 

@@ -23,6 +23,7 @@ from shardplan.plans.report import mesh_text
 from shardplan.plans.sharding_rules import Rules, result_layouts, sharding_rules
 from shardplan.plans.written_program import parameters_of, program_text
 from shardplan.source.literals import literal, quoted
+from shardplan.source.writer import RESERVED
 
 TOLERANCE = 0.02
 """The difference of bytes, as a fraction, up to which the text keeps a plan."""
@@ -114,8 +115,8 @@ def scanned(body, constants, carry, stacks, **options):
     return *carry, *stacks
 
 
-def by_path(arguments):
-    """The leaves of the arguments by their paths."""
+def by_path(**arguments):
+    """The leaves of arguments by the names of these and their paths."""
     return {path_text(path): jnp.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(arguments)}
 
 
@@ -189,8 +190,8 @@ def whole_text(plan: PlanData, evidence: str) -> str:
         f"{plan.program.name} over the mesh ({mesh_text(plan.mesh_axes)}), planned and written out by shardplan.\n\n"
     )
     head = _head(plan, title + "This file needs JAX alone.", "", _WHOLE_IMPORTS, evidence)
-    name = plan.program.name if plan.program.name.isidentifier() else "planned"
-    name = "planned" if name == "step" else name
+    taken = {*RESERVED, "mesh", "arguments"}
+    name = plan.program.name if plan.program.name.isidentifier() and plan.program.name not in taken else "planned"
     return head + _HELPERS + program_text(plan) + _WHOLE.format(name=name, donated=tuple(plan.donated))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardplan.pages.places import places_of
 from shardplan.plans.plan_data import PlanData
 from shardplan.source.equations import body_of
 from shardplan.source.literals import array_text, quoted
-from shardplan.source.writer import Writer
+from shardplan.source.writer import RESERVED, Names, Writer
 
 
 def program_text(plan: PlanData) -> str:
@@ -26,14 +27,16 @@ def program_text(plan: PlanData) -> str:
     writer = Writer(_Places(plan))
     body = body_of(closed, writer.place_of)
     paths = [one.path for one in plan.arguments]
-    inputs = {variable: f"given[{quoted(path)}]" for variable, path in zip(body.inputs, paths, strict=True)}
-    hints = {variable: _hint(path) for variable, path in zip(body.inputs, paths, strict=True)}
-    lines = writer.step(body, inputs, hints)
     names = parameters_of(plan)
+    inputs = {
+        variable: f"given[{quoted(_named(path, names))}]" for variable, path in zip(body.inputs, paths, strict=True)
+    }
+    hints = {variable: _hint(path, names) for variable, path in zip(body.inputs, paths, strict=True)}
+    lines = writer.step(body, inputs, hints, names)
     result = _tree_text(plan.program.out_tree, _Leaves(plan.program.output_names), names, plan.program.in_tree)
     head = [f"def step({', '.join(names)}):", f'    """{plan.program.name}, as planned."""']
-    taken = ", ".join(names) + ("," if len(names) == 1 else "")
-    tail = [f"    given = by_path(({taken}))", *(f"    {line}" for line in lines), f"    return {result}"]
+    given = ", ".join(f"{name}={name}" for name in names)
+    tail = [f"    given = by_path({given})", *(f"    {line}" for line in lines), f"    return {result}"]
     constants = [f"CONSTANT_{n} = {array_text(one)}" for n, one in enumerate(writer.constants.values())]
     return "\n\n\n".join([*constants, *writer.texts(), "\n".join([*head, *tail])]) + "\n"
 
@@ -62,20 +65,32 @@ class _Places:
         return f"{place.phase} {'/'.join(place.modules)}".strip()
 
 
-def _hint(path: str) -> str:
-    """A name for an argument: the last parts of its path, without numbers.
+def _named(path: str, parameters: Sequence[str]) -> str:
+    """The path of an argument's leaf, with the name of the parameter in the place of its number.
 
-    >>> _hint("0/params/layers/11/attention/key/kernel")
-    'attention_key_kernel'
+    >>> _named("0/params/kernel", ["state"])
+    'state/params/kernel'
+    """
+    number, slash, rest = path.partition("/")
+    return parameters[int(number)] + slash + rest
+
+
+def _hint(path: str, parameters: Sequence[str]) -> str:
+    """A name for an argument: the last parts of its path, without numbers, or that of the parameter.
+
+    >>> _hint("0/params/layers/11/attention/key/kernel", ["state", "images"]), _hint("1", ["state", "images"])
+    ('attention_key_kernel', 'images')
     """
     words = [word for word in re.findall(r"[A-Za-z_]+", path) if word.strip("_")]
-    return "_".join(words[-3:]) or "argument"
+    return "_".join(words[-3:]) or parameters[int(path.split("/")[0])]
 
 
 def parameters_of(plan: PlanData) -> list[str]:
-    """A name for each positional argument."""
+    """A name for each positional argument: that of the user's parameter, unless the text needs it."""
     count = len(jax.tree.unflatten(plan.program.in_tree, range(len(plan.arguments)))[0])
-    return [f"argument_{number}" for number in range(count)]
+    wanted = plan.program.parameters[:count]
+    names = Names(Counter(RESERVED))
+    return [names.new(name) for name in (*wanted, *(f"argument_{number}" for number in range(len(wanted), count)))]
 
 
 class _Leaves:

@@ -36,7 +36,8 @@ class Call:
 
     ``fn`` takes the remaining ``args`` and ``kwargs``. ``donated`` are positions in ``args`` and names in ``kwargs``.
     ``static_positions`` and ``donated_positions`` are positions of the whole call, ``static_names`` names of its
-    keywords. ``name`` is the name of the user's function. ``finish`` are functions that convert the results, one after
+    keywords. ``name`` is the name of the user's function, ``parameters`` are those of its parameters for ``args``, as
+    far as the signature has them. ``finish`` are functions that convert the results, one after
     another.
     """
 
@@ -49,6 +50,7 @@ class Call:
     static_positions: tuple[int, ...]
     donated_positions: tuple[int, ...]
     static_names: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
     finish: tuple[Callable[[Any], Any], ...] = ()
 
     def finished(self, results: Any, of_shapes: bool = False) -> Any:
@@ -180,6 +182,7 @@ class Calls:
             static_positions=tuple(static),
             donated_positions=tuple(donated),
             static_names=tuple(fixed),
+            parameters=tuple(self._parameters[p] for p in dynamic if p < len(self._parameters)),
         )
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

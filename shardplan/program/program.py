@@ -145,6 +145,8 @@ class Program:
     written: Mapping[int, int] = field(default_factory=dict)
     name: str = "planned"
     """The name of the user's function, which the compiled module has too."""
+    parameters: tuple[str, ...] = ()
+    """The names of its first positional parameters, static ones left out."""
     devices: int = 1
     """The number of devices: the compiler sees large operations split over as many."""
     memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -29,12 +29,14 @@ from shardplan import _jax
 from shardplan.memoize import memoize
 from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.prune import prune
-from shardplan.program.recompute_scans import is_fixed, recomputing_stacks, remakeable
-from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
+from shardplan.program.recompute_scans import StackingMore, is_fixed, recomputing_stacks, remakeable, stacking_more
+from shardplan.program.residuals import PRODUCTS, early, is_fused, materialised, residuals
 
 
 def recomputing(program: Program, values: frozenset[int]) -> Program:
-    """The program that makes `recomputable` values again for their late readers; with none, releases alone."""
+    """The program that makes `recomputable` values again for their late readers; with none, releases alone.
+
+    Of the values, those that are `stackable` are stacked for others to be made of."""
     return _rewritten(program, values)[0]
 
 
@@ -46,16 +48,32 @@ def origins(program: Program, values: frozenset[int]) -> Mapping[int, int]:
 
 @memoize
 def _rewritten(program: Program, values: frozenset[int]) -> tuple[Program, Mapping[int, int]]:
-    chosen = values.intersection(remakeable(program))
-    stacked, origins = recomputing_stacks(program, chosen) if chosen else (program, {})
-    rewriting = _Rewriting(stacked, values - chosen)
-    again, late = rewriting.program(), rewriting.origins
-    return again, {**origins, **{value: origins.get(origin, origin) for value, origin in late.items()}}
+    more = _stacking_more(program)
+    slices = frozenset(remakeable(more.program))
+    stacked, origins = program, dict[int, int]()
+    if not values.isdisjoint(slices):
+        stacked, again = recomputing_stacks(more.program, (values & slices) ^ more.added)
+        origins = {**more.origins, **{value: more.origins.get(origin, origin) for value, origin in again.items()}}
+    rewriting = _Rewriting(stacked, values - slices)
+    rewritten = rewriting.program()
+    late = {value: origins.get(origin, origin) for value, origin in rewriting.origins.items()}
+    return rewritten, {**origins, **late}
 
 
 def recomputable(program: Program) -> frozenset[int]:
-    """The values that can be made again: residuals, and what scans stack for later ones."""
-    return frozenset((*residuals(program), *remakeable(program)))
+    """The values that can be made again: residuals, and what scans stack for later ones; and what these could stack
+    besides, which `recomputing` stacks where it is asked for it."""
+    return frozenset((*residuals(program), *remakeable(_stacking_more(program).program)))
+
+
+def stackable(program: Program) -> frozenset[int]:
+    """The stacks that slices could be made of, which scans do not make unless they are asked to."""
+    return _stacking_more(program).added
+
+
+@memoize
+def _stacking_more(program: Program) -> StackingMore:
+    return stacking_more(program, lambda program, operation: not is_fused(program, operation))
 
 
 @memoize

@@ -5,6 +5,9 @@ computed again is made inside the body of the second scan: from slices that stay
 in this iteration, and from its carry, which is stacked where no slice shows it. It needs no barriers: XLA merges no
 operations of two loops.
 
+A scan can also stack what it does not stack yet (`stacking_more`): products and reductions of its body, of which slices
+are made again. The scores of attention in a narrow type are smaller than the exponentials that a derivative stacks.
+
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.program.tracing import trace_program
 >>> def loss(w, x):
@@ -17,7 +20,7 @@ operations of two loops.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shardplan import _jax
@@ -40,6 +43,12 @@ class Stack:
     def length(self, program: Program) -> int:
         """How many slices it has."""
         return int(program.operations[self.maker].params["length"])
+
+    def is_read(self, program: Program) -> bool:
+        """Whether the later scan reads a slice; what is stacked for others to be made of is not read at first."""
+        body = program.regions[program.operations[self.reader].bodies[0]]
+        read = any(self.read in program.operations[index].read for index in body.operations)
+        return read or self.read in body.outputs
 
 
 @memoize
@@ -121,6 +130,31 @@ def recomputing_stacks(program: Program, chosen: frozenset[int]) -> tuple[Progra
     return rewriting.program(), rewriting.origins
 
 
+@dataclass(frozen=True, slots=True)
+class StackingMore:
+    """A program with further stacks, ``added``; ``origins``: the values that its new ones stand for."""
+
+    program: Program
+    added: frozenset[int]
+    origins: Mapping[int, int]
+
+
+def stacking_more(program: Program, stored: Callable[[Program, Operation], bool]) -> StackingMore:
+    """The program that stacks all that slices could be made of: the results of the operations that kernels store, in
+    the bodies of scans whose stacks can be made again."""
+    rewriting, added, known = _Rewriting(program), list[int](), stacks(program)
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for value in remakeable(program):
+        pairs.setdefault((known[value].maker, known[value].reader), []).append(known[value].made)
+    for (maker, reader), made in pairs.items():
+        stacked = {one.made for one in known.values() if (one.maker, one.reader) == (maker, reader)}
+        fixed = {one for one in stacked if one in program.makers and is_fixed(program.makers[one])}
+        for operation in chain(program, made, fixed)[0]:
+            if operation.results[0] not in stacked and len(operation.results) == 1 and stored(program, operation):
+                added.append(rewriting.hand_over(maker, reader, operation.results[0]))
+    return StackingMore(rewriting.program(), frozenset(added), rewriting.origins)
+
+
 class _Rewriting:
     """The values, operations and regions so far; ``before`` has clones by the region that they begin."""
 
@@ -137,7 +171,7 @@ class _Rewriting:
         """Makes the chosen stacks of a scan again in another one."""
         program, both = self._program, [s for s in self._stacks.values() if (s.maker, s.reader) == (maker, reader)]
         stays = {stack.made: stack.read for stack in both if stack.value not in chosen}
-        wanted = [stack for stack in both if stack.value in chosen]
+        wanted = [stack for stack in both if stack.value in chosen and stack.is_read(program)]
         operations, leaves = chain(program, [stack.made for stack in wanted], stays)
         now = {leaf: stays[leaf] if leaf in stays else self._input(maker, reader, leaf) for leaf in leaves}
         for operation in operations:
@@ -148,7 +182,7 @@ class _Rewriting:
             clone = replace(operation, operands=operands, results=results, region=region, again=True)
             self._before.setdefault(region, []).append(clone)
         self._instead |= {stack.read: now[stack.made] for stack in wanted}
-        self._drop(maker, reader, {stack.value for stack in wanted})
+        self._drop(maker, reader, {stack.value for stack in both if stack.value in chosen})
 
     def _new(self, value: int, length: int | None = None) -> int:
         new, own = len(self._values), self._program.values[value]
@@ -166,16 +200,23 @@ class _Rewriting:
         position = self._program.regions[given.bodies[0]].inputs.index(leaf)
         constants, carries = given.params["num_consts"], given.params["num_carry"]
         if constants <= position < constants + carries:
-            return self._add(reader, self._stacked_carry(maker, leaf), leaf, sliced=True)
+            return self._add(reader, self.stack(maker, leaf), leaf, sliced=True)
         return self._add(reader, given.operands[position], leaf, sliced=position >= constants)
 
-    def _stacked_carry(self, maker: int, carry: int) -> int:
-        """The stack of a carry as it enters each iteration, which the maker has from now on."""
+    def stack(self, maker: int, made: int) -> int:
+        """The stack of a carry as it enters each iteration, or of a value of the body, which the maker has from now
+        on."""
         scan = self._scan(maker)
         region = self._regions[scan.bodies[0]]
-        stack = self._new(carry, int(scan.params["length"]))
-        self._regions[region.index] = replace(region, outputs=(*region.outputs, carry))
+        stack = self._new(made, int(scan.params["length"]))
+        self._regions[region.index] = replace(region, outputs=(*region.outputs, made))
         self._scans[maker] = replace(scan, results=(*scan.results, stack))
+        return stack
+
+    def hand_over(self, maker: int, reader: int, made: int) -> int:
+        """A stack of a value of the maker's body, which the reader gets slice by slice and does not read yet."""
+        stack = self.stack(maker, made)
+        self._add(reader, stack, made, sliced=True)
         return stack
 
     def _add(self, reader: int, operand: int | Constant, like: int, sliced: bool) -> int:

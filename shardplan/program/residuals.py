@@ -47,7 +47,7 @@ def materialised(program: Program) -> frozenset[int]:
     found, readers = set[int](), readers_in(program)
     for index in program.regions[0].operations:
         operation = program.operations[index]
-        if is_fixed(operation) or not _is_fused(program, operation):
+        if is_fixed(operation) or not is_fused(program, operation):
             found.update(operation.results)
         elif operation.primitive.name in _ADDITIONS and len(readers.get(operation.results[0], ())) > 1:
             size = program.values[operation.results[0]].elements
@@ -58,7 +58,7 @@ def materialised(program: Program) -> frozenset[int]:
     return frozenset(value for value in found if value in program.makers)
 
 
-def _is_fused(program: Program, operation: Operation) -> bool:
+def is_fused(program: Program, operation: Operation) -> bool:
     """Whether kernels that read the result compute it: element by element, or as a move of data."""
     if operation.primitive.name in _MOVES or is_view(program, operation):
         return True

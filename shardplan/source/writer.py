@@ -48,7 +48,12 @@ _SHORT = {
 
 @dataclass(slots=True)
 class Names:
-    """Names that are taken once."""
+    """Names that are taken once.
+
+    >>> names = Names()
+    >>> [names.new(wanted) for wanted in ("state", "state", "lax", "a b", "2")]
+    ['state', 'state_2', 'lax_1', 'a_b', '_2']
+    """
 
     taken: Counter[str] = field(default_factory=Counter)
 
@@ -57,7 +62,7 @@ class Names:
         base = f"_{base}" if base[0].isdigit() else base
         self.taken[base] += 1
         count = self.taken[base]
-        return self.new(f"{base}_{count}") if count > 1 or base in _RESERVED else base
+        return self.new(f"{base}_{count}") if count > 1 or base in RESERVED else base
 
 
 _OF_THE_FILE = """
@@ -65,7 +70,7 @@ jax jnp np lax P split island scanned by_path path_text shardings sharded make_m
 ARGUMENTS RESULTS Layout NamedSharding AxisType fnmatchcase with_layout_constraint
 """
 
-_RESERVED = frozenset([*dir(builtins), *keyword.kwlist, *_OF_THE_FILE.split()])
+RESERVED = frozenset([*dir(builtins), *keyword.kwlist, *_OF_THE_FILE.split()])
 
 
 class Writer:
@@ -75,7 +80,7 @@ class Writer:
         self.place_of = place_of
         self.functions: dict[str, str] = {}
         """The name of each function, by its text with `§name§` in the place of the name."""
-        self.names = Names(Counter(_RESERVED))
+        self.names = Names(Counter(RESERVED))
         self.parts: list[Part] = []
         self.constants: dict[int, Any] = {}
         """The closed-over arrays, by their `id`."""
@@ -94,10 +99,16 @@ class Writer:
             self.functions[text] = self.names.new(wanted)
         return self.functions[text]
 
-    def step(self, body: Body, inputs: Mapping[int, str], hints: Mapping[int, str]) -> list[str]:
-        """The lines of the whole program, and its outputs. ``inputs`` are the texts of its arguments."""
+    def step(
+        self, body: Body, inputs: Mapping[int, str], hints: Mapping[int, str], parameters: Iterable[str]
+    ) -> list[str]:
+        """The lines of the whole program, and its outputs.
+
+        ``inputs`` are the texts of its arguments, ``parameters`` the names that are taken by then."""
+        self.names.taken.update(parameters)
         statements = self.statements(body, hints)
         inside = self._inside(body)
+        inside.names.taken.update(parameters)
         inside.texts.update(inputs)
         inside.hints.update(hints)
         lines = inside.statements(statements)
@@ -109,7 +120,7 @@ class Writer:
     def _inside(self, body: Body) -> Inside:
         """The lines of a new function, whose variables have other names than the functions so far."""
         return Inside(
-            self, body, Names(Counter([*_RESERVED, *self.functions.values(), *(part.name for part in self.parts)]))
+            self, body, Names(Counter([*RESERVED, *self.functions.values(), *(part.name for part in self.parts)]))
         )
 
     def texts(self) -> list[str]:

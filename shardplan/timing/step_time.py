@@ -31,6 +31,7 @@ from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule, Sent
 from shardplan.program.program import Operation, Program, Region
 from shardplan.timing.execution_order import execution_order
+from shardplan.timing.stack_traffic import stack_traffic
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
@@ -156,6 +157,10 @@ def memory_traffic(problem: Problem) -> dict[int, int]:
             read[result] = reads
         written = sum(program.values[result].total_bytes for result in stored)
         found[operation.index] = written + sum(reads.values()) if stored and not operation.bodies else 0
+    for operation in program.operations:
+        if operation.primitive.name == "scan":
+            for index, moved in stack_traffic(program, operation):
+                found[index] += moved
     return found
 
 

@@ -109,6 +109,30 @@ def test_values_of_a_scan_whose_slices_are_made_again(mesh, every, monkeypatch):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [1, "x=2,y=4"])
+def test_values_of_a_scan_that_stacks_products_instead(mesh, monkeypatch):
+    """A forward scan stacks its products, and slices of all that it stacked before are made of them."""
+
+    def all_but_products(graph, limit):
+        makers = graph.program.makers
+        return frozenset(v for v, stack in graph.stacks.items() if makers[stack.made].primitive.name != "dot_general")
+
+    monkeypatch.setattr(recomputed_plan, "choose_recomputed", all_but_products)
+    planned = shardplan.auto(scanned, mesh, memory_limit=limit_at(0.6, mesh, scanned, SCANNED), fit=RECOMPUTE)
+    plan = planned.plan(*SCANNED)
+    forward, backward = (plan.program.regions[o.bodies[0]] for o in plan.program.operations if o.bodies)
+    stacked = {plan.program.makers[made].primitive.name for made in forward.outputs[2:] if made in plan.program.makers}
+    assert stacked == {"dot_general"}
+    again = {plan.program.operations[i].primitive.name for i in backward.operations if plan.program.operations[i].again}
+    assert "tanh" in again and "dot_general" not in again
+    assert any(row["bytes"] < 0 for row in plan.recomputed)
+    weights, x = values()
+    given = jnp.stack(weights), x
+    for found, wanted in zip(planned(*given), jax.jit(scanned)(*given), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_the_figures_of_a_recomputed_plan(plan):
     """A plan says what it computes again: in rows, in its text, as JSON, and of an operation."""
     assert sum(row["bytes"] for row in plan.recomputed) > 0

@@ -187,6 +187,24 @@ def test_steps_that_the_text_cannot_call():
         static.to_python()
 
 
+def test_names_of_the_users_parameters():
+    """They are those of the text, unless it needs them itself; the names of leaves are the ends of their paths."""
+
+    def split(state, lax, /, *rows):
+        return {"up": state["up"] - lax, "rest": rows[0] @ state["up"]}
+
+    given = {"up": SHAPE}, SHAPE, SHAPE
+    text = shardplan.plan(split, "data=8", *given).to_python()
+    assert "def step(state, lax_2, argument_2):" in text
+    assert "step = sharded(make_mesh(), state, lax_2, argument_2)" in text
+    assert "def planned(*given):" in text  # `split` is a function of the text
+    namespace: dict = {}
+    exec(text, namespace)
+    arrays = jax.tree.map(lambda one: np.ones(one.shape, one.dtype), given)
+    found = namespace["sharded"](namespace["make_mesh"](), *arrays)(*arrays)
+    np.testing.assert_allclose(found["rest"], 64.0)
+
+
 def test_paths_with_quotes():
     plan = shardplan.plan(
         lambda x: x["'\"\\"] + x["b"], "data=8", {"'\"\\": SHAPE, "b": SHAPE}, pins={"0/b": P("data")}

@@ -154,7 +154,7 @@ ORDER = {
         ("structure",),
         ("limits",),
         ("improve", "rivals"),
-        ("exact",),
+        ("exact", "marginals"),
         ("methods",),
         ("testing", "iopddl", "__init__"),
     ),

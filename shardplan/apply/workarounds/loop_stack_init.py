@@ -28,7 +28,7 @@ from shardplan.layout.layout import to_spec
 from shardplan.memoize import memoize
 from shardplan.problem.schedule import Schedule
 from shardplan.program.control_flow import Link
-from shardplan.program.program import Operation
+from shardplan.program.program import Operation, Value
 
 _REAL = jax.numpy.floating, jax.numpy.integer, jax.numpy.bool_
 """The kinds of element types whose numbers can be converted to all others."""
@@ -43,11 +43,15 @@ def begun_apart(schedule: Schedule) -> dict[int, int]:
     values, found = schedule.program.values, dict[int, int]()
     for operation in schedule.program.operations:
         if operation.primitive.name == "scan" and operation.params["unroll"] == 1 and operation.params["length"]:
-            types = [values[result].dtype for result in operation.results[operation.params["num_carry"] :]]
-            keys = any(jax.dtypes.issubdtype(dtype, jax.dtypes.extended) for dtype in types)  # have no numbers
-            if types and not keys and (place := made_last(schedule, operation)) is not None:
+            stacks = [values[result] for result in operation.results[operation.params["num_carry"] :]]
+            if stacks and all(map(_has_numbers_here, stacks)) and (place := made_last(schedule, operation)) is not None:
                 found[operation.index] = place
     return found
+
+
+def _has_numbers_here(stack: Value) -> bool:
+    """Whether a stack is filled in the memory of the devices, with numbers: keys have none."""
+    return stack.memory_kind is None and not jax.dtypes.issubdtype(stack.dtype, jax.dtypes.extended)
 
 
 def made_last(schedule: Schedule, operation: Operation) -> int | None:
