@@ -74,6 +74,7 @@ class BlocksRow(TypedDict):
     operations: int
     bytes: float | None
     seconds: float | None
+    remark: NotRequired[str]
 
 
 class RecomputedRow(TypedDict):
