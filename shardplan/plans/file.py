@@ -76,6 +76,7 @@ class BlocksRow(TypedDict):
     operations: int
     bytes: float | None
     seconds: float | None
+    remark: NotRequired[str]
 
 
 class RecomputedRow(TypedDict):
