@@ -260,9 +260,9 @@ def main() -> None:
         table = document.table(HOST_HEADER, HOST_TITLE)
         table.say([HOST_NOTE])
     for name in options.host_steps:
-        for row in host_rows(name, HOST_SHARES):
-            table.add(row)
-            print(*row, sep="  ", flush=True)
+        for cells in host_rows(name, HOST_SHARES):
+            table.add(cells)
+            print(*cells, sep="  ", flush=True)
 
 
 if __name__ == "__main__":
