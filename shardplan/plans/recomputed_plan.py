@@ -254,7 +254,7 @@ class RecomputedPlans:
         fingerprint, recomputed = self._program.fingerprint(), tuple(sorted(again))
         recipe = replace(plan.recipe, fingerprint=fingerprint, recomputed=recomputed, offloaded=offloaded)
         waiting = {
-            value: {"count": 1, "bytes": self._graph.sizes[value], "seconds": one.seconds}
+            value: {"count": 1, "bytes": self._graph.host_sizes[value], "seconds": one.seconds}
             for value, one in self._copies(chosen.chosen).items()
         }
         kept = len(kept_for_effects(self._program))
