@@ -57,7 +57,8 @@ class Along:
     into which a scatter adds.
     """
 
-    expression: Expression
+    expression: Expression | None
+    """None where a loop runs along the index."""
     name: str
     operands: tuple[int | None, ...]
     results: tuple[int | None, ...]
@@ -66,17 +67,26 @@ class Along:
     """Per operand, its positions along the dimension, one for each read."""
     plain: bool
     placed: bool
+    size: int
+    """The number of values of the index."""
     once: int | None = None
 
-    @property
-    def size(self) -> int:
-        """The number of values of the index."""
-        return self.expression.sizes[self.name]
+    @classmethod
+    def of_loop(
+        cls,
+        size: int,
+        operands: tuple[int | None, ...],
+        results: tuple[int | None, ...],
+        reducers: tuple[str | None, ...],
+    ) -> "Along":
+        """A loop along an index of such a size, which is a whole dimension by itself wherever it occurs."""
+        return cls(None, "", operands, results, reducers, ((),) * len(operands), plain=True, placed=False, size=size)
 
     def needed(self, operand: int, span: Span) -> Span:
         """The span of an operand's dimension that the operation reads for a span of the index."""
         if self.plain:
             return span
+        assert self.expression is not None
         found = None
         for position in self.positions[operand]:
             found = span_of(position, self.name, span, self.expression.sizes).union(found)
@@ -209,7 +219,16 @@ def _along(rule: Rule, name: str) -> Along:
     if len(once) > 1 or any(operands[operand] is not None for operand in once):
         raise Refusal("several tensors enter its partial results once")
     return Along(
-        expression, name, operands, tuple(results), tuple(reducers), positions, plain, valued, next(iter(once), None)
+        expression,
+        name,
+        operands,
+        tuple(results),
+        tuple(reducers),
+        positions,
+        plain,
+        valued,
+        size,
+        next(iter(once), None),
     )
 
 

@@ -20,6 +20,7 @@ from shardplan.layout.layout import axes_by_dim
 from shardplan.memory import Lifetimes
 from shardplan.problem.schedule import Schedule
 from shardplan.program.blocks import Blocks, Growth, Region, Tiling, grown, regions, tiling
+from shardplan.program.blocks.scans import with_bodies
 from shardplan.program.operation_kinds import readers_in
 from shardplan.program.program import Program
 from shardplan.rules import Refusal
@@ -107,7 +108,12 @@ class BlockCandidates:
             first, last = min(places), max(places)
             leaving, made = (
                 {*tiles.leaving},
-                {r for i in region.operations for r in self._program.operations[i].results},
+                {
+                    result
+                    for index in region.operations
+                    for one in with_bodies(self._program, self._program.operations[index])
+                    for result in one.results
+                },
             )
             for buffer in self._buffers:
                 size = buffer.size(self._choices) if buffer.value in made else 0.0
@@ -137,11 +143,12 @@ class BlockCandidates:
             if choices is None or strategy is None:
                 continue
             rows = prod(tiles.total(axis) * part.span.length / part.along.size for axis, part in enumerate(parts))
-            total += prices.work(choices.flops * max(rows - 1, 0.0), 0, choices.dtype, strategy.degree)
+            times = self._program.regions[operation.region].times
+            total += times * prices.work(choices.flops * max(rows - 1, 0.0), 0, choices.dtype, strategy.degree)
             whole = [o for o in operation.read if not growth.blocked(o)]
             again = [*whole, *(result for result in operation.results if result in tiles.reduced)]
             moved = sum(self._bytes(value) * (2 if value in tiles.reduced else 1) for value in again)
-            total += prices.memory_seconds_per_byte * moved * (blocks - 1)
+            total += prices.memory_seconds_per_byte * moved * (blocks - 1) * times
         return total
 
     def _bytes(self, value: int) -> float:

@@ -27,7 +27,6 @@ from shardplan.program.program import Operation, Program
 from shardplan.program.recompute import ties
 from shardplan.program.recompute_scans import Stack, chain, is_fixed, remakeable, stacks
 from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
-from shardplan.timing.stack_traffic import stacking_bytes
 from shardplan.timing.step_time import sent_seconds, time_prices
 
 Array = NDArray[np.float64]
@@ -280,10 +279,10 @@ class ResidualGraph:
         return found
 
     def _stacking_seconds(self, stack: Stack) -> float:
-        """The seconds of writing a stack and of reading it, which are saved where its slices are made again."""
-        moved = 1 + stacking_bytes(self.program, stack.made) / self.program.values[stack.made].total_bytes
-        times = moved * stack.length(self.program)
-        return times * self._size(stack.made) / self._schedule.problem.prices.hardware.memory_bytes_per_second
+        """The seconds of writing a stack and of reading it, which are saved where its slices are made again. What XLA
+        moves besides, to fill stacks and to copy slices, is not counted on: versions differ."""
+        moved = 2 * self._size(stack.made) * stack.length(self.program)
+        return moved / self._schedule.problem.prices.hardware.memory_bytes_per_second
 
     def _place_of(self, value: int) -> int:
         return self._place[self.program.makers[value].index]

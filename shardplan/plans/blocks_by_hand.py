@@ -142,6 +142,20 @@ def _index(program: Program, found: Blocked, number: int) -> str:
     return name + "".join(f"[{of[value].dim}]" for of in places)
 
 
+def remarks_on(program: Program, found: Blocked, mesh: MeshAxes) -> list[str]:
+    """Per loop, a sentence where the smallest mesh axis has more devices than a block has positions, else no text."""
+    said, least = list[str](), min((mesh.sizes[axis] for axis in mesh.splitting), default=1)
+    for _, tiles in found.loops:
+        value = min((v for v in program.inputs if v in tiles.spans[0]), default=None)
+        rows = least if value is None or max(tiles.devices) > 1 else tiles.spans[0][value].step
+        extent = program.values[value].shape[found.places[0][value].dim] if value is not None else 0
+        few = rows < least <= extent
+        said.append(
+            f"A block of {rows} is smaller than a mesh axis: use at most {extent // least} blocks" if few else ""
+        )
+    return said
+
+
 def _module(program: Program, operations: Iterable[int]) -> str:
     """The module that has most of some operations, or the source line."""
     counted = Counter[str]()

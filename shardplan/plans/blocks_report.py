@@ -23,4 +23,5 @@ def blocks_text(plan: PlanData) -> str:
         said.append(f"{len(rows) - _LOOPS} more loops")
     freed, seconds = (sum(row[name] or 0.0 for row in rows) for name in ("bytes", "seconds"))
     gain = f" {size_text(freed)} per device less, for about {1e3 * seconds:,.3f} ms of work." if freed else ""
-    return f"blocks: {'; '.join(said)}.{gain} Sums over blocks are in another order than the step's own"
+    remarks = "".join(f" {remark}." for remark in dict.fromkeys(row["remark"] for row in rows if row.get("remark")))
+    return f"blocks: {'; '.join(said)}.{gain}{remarks} Sums over blocks are in another order than the step's own"

@@ -21,7 +21,7 @@ from shardplan.layout.layout import axes_of
 from shardplan.layout.mesh import GivenMesh, axes_across_hosts, hosts_by_devices, mesh_axes, shapes_of, with_auto_axes
 from shardplan.layout.objectives import OBJECTIVES
 from shardplan.options import Options
-from shardplan.plans.blocks_by_hand import blocks_by_hand, rows_of
+from shardplan.plans.blocks_by_hand import blocks_by_hand, remarks_on, rows_of
 from shardplan.plans.cache import default_cache, key_of
 from shardplan.plans.cache_entry import kept_entry, restored
 from shardplan.plans.extra_figures import with_reports
@@ -87,7 +87,10 @@ def _made(program: Program, meshes: list[Mesh | AbstractMesh], options: Options)
     if not asked:
         return plan
     before = (program, *(one.program for one in asked[:-1]))
-    rows = [row for was, one in zip(before, asked, strict=True) for row in rows_of(was, one)]
+    axes, rows = mesh_axes(plan.mesh), list[dict[str, Any]]()
+    for was, one in zip(before, asked, strict=True):
+        said = zip(rows_of(was, one), remarks_on(was, one, axes), strict=True)
+        rows += [row | ({"remark": remark} if remark else {}) for row, remark in said]
     statistics = {**plan.statistics, "blocks": [*rows, *plan.statistics.get("blocks", ())]}
     return replace(plan, recipe=replace(plan.recipe, fingerprint=program.fingerprint()), statistics=statistics)
 

@@ -10,6 +10,7 @@ from math import isfinite, prod
 from typing import Any
 
 from shardplan import _jax, rules
+from shardplan.common.checks import check_seconds
 from shardplan.common.tables import megabytes, size_text
 from shardplan.errors import ArgumentError
 from shardplan.layout.layout import Layout, to_spec
@@ -36,6 +37,9 @@ _MAX_NEAREST = 5
 
 def explain_plan(plan: PlanData, pattern: str, time_limit: float) -> str:
     """The text of ``Plan.explain``. Raises ArgumentError if nothing matches."""
+    if not isinstance(pattern, str):
+        raise ArgumentError(f"explain takes a path, an operation or a source line, got `{pattern!r}`")
+    check_seconds("time_limit", time_limit)
     program = plan.program
     arguments = [i for i in program.inputs if fnmatchcase(program.values[i].name or "", pattern)]
     operations = [] if arguments else [o for o in program.operations if _matches(o, pattern)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, replace
@@ -25,7 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from shardplan.common.atomic_files import atomic_write
+from shardplan.common.atomic_files import write_file
+from shardplan.common.checks import check_path
 from shardplan.common.entries import FREE, MalformedError, check, read
 from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.hardware import HardwareProfile, load, profiles
@@ -76,6 +76,7 @@ class BlocksRow(TypedDict):
     operations: int
     bytes: float | None
     seconds: float | None
+    remark: NotRequired[str]
 
 
 class RecomputedRow(TypedDict):
@@ -195,14 +196,7 @@ def save_plan(plan: PlanData, path: str | PathLike[str]) -> None:
 
     Raises ArgumentError for a path that cannot be written.
     """
-    document = document_of(plan)
-    try:
-        with atomic_write(Path(path)) as file:
-            json.dump(document, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-    except (OSError, ValueError) as error:  # ValueError for an invalid path
-        raise ArgumentError(f"cannot write the plan to `{path}`: {getattr(error, 'strerror', None) or error}") from None
+    write_file(path, json.dumps(document_of(plan), indent=1), "the plan")
 
 
 def document_of(plan: PlanData) -> dict[str, Any]:
@@ -218,6 +212,7 @@ def plan_of_document(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | No
 
 def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> PlanData:
     """Reads a plan. Raises PlanMismatchError for a file that cannot be trusted, or for another mesh."""
+    check_path(path)
     return _understood(lambda: _read(path), mesh, path)
 
 

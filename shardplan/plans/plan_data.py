@@ -126,6 +126,8 @@ class PlanData:
     host_bytes: float = 0.0
     executable: jax.stages.Compiled | None = field(default=None, repr=False)
     """The compiled step of a plan that was verified on the devices of its mesh."""
+    held: Mapping[int, float] = field(default_factory=dict, repr=False)
+    """The bytes that the compiled step of a verified plan holds at each operation. Files do not have them."""
     unlimited: PlanData | None = field(default=None, repr=False)
     """While planning: the plan without a limit, where that exceeds it."""
 

@@ -83,7 +83,10 @@ class RecomputedPlans:
         self._stackable = stackable(program)
         released = self._stated(self._stackable, watch)  # nothing is recomputed, gradients are released
         self._graph = ResidualGraph(released.schedule, released.lifetimes)
-        self._rewritten(frozenset(), watch)
+        if self._stackable:
+            self._rewritten(frozenset(), watch)
+        else:
+            self._tried[frozenset()] = self._priced(frozenset(), released)
 
     def within(self, limit: float, watch: Stopwatch) -> PlanData:
         """The plan within a limit that adds the least work. Raises InfeasibleError where none is found."""

@@ -48,6 +48,16 @@ def test_blocks_that_are_asked_for(mesh, blocks):
     assert row["index"] in ("1/x[0]", "1/y[0]") and f"{row['count'][0]} blocks of" in str(plan)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "count", "most"), [("x=8", 64, 32), ("x=8", 32, None), ("x=2,y=4", 64, None)])
+def test_blocks_that_are_smaller_than_the_mesh(mesh, count, most, tmp_path):
+    """The plan says how many blocks leave each device a part of every block."""
+    plan = shardplan.plan(train, mesh, *arguments(), blocks={"batch": count})
+    assert (f"A block of 4 is smaller than a mesh axis: use at most {most} blocks" in str(plan)) == (most is not None)
+    plan.save(tmp_path / "plan.json")
+    assert shardplan.Plan.load(tmp_path / "plan.json").blocks == plan.blocks
+
+
 def test_saved_plans_in_blocks(tmp_path):
     """A plan holds its blocks, and the fingerprint of the user's own program."""
     plan = shardplan.plan(train, 1, *arguments(), blocks={"batch": 4})

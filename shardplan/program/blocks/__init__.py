@@ -10,8 +10,8 @@
 ['scan']
 """
 
-from shardplan.program.blocks.growth import Growth as Growth
 from shardplan.program.blocks.growth import grown as grown
+from shardplan.program.blocks.places import Growth as Growth
 from shardplan.program.blocks.regions import Region as Region
 from shardplan.program.blocks.regions import regions as regions
 from shardplan.program.blocks.rewrite import Blocked as Blocked

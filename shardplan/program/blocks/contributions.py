@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.program.blocks.growth import Growth, is_barrier
+from shardplan.program.blocks.places import Growth, is_barrier
 from shardplan.program.blocks.regions import Region
 from shardplan.program.program import Constant, Operation, Program
 from shardplan.rules import linear_sets
@@ -62,7 +62,7 @@ def _taken(program: Program, growth: Growth, operation: Operation) -> frozenset[
     along = growth.along[operation.index][0]
     allowed = [
         places
-        for places in linear_sets(along.expression)
+        for places in (linear_sets(along.expression) if along.expression else ())
         if all(_may_enter(growth, operation, place, along.once) for place in places)
         and any(growth.blocked(o) for o in _values(operation, places))
     ]

@@ -8,41 +8,17 @@ scales, is *cut*: it stays whole, with the reason.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
 
-from shardplan import _jax, rules
+from shardplan import rules
+from shardplan.program.blocks.places import Growth, Place, is_barrier
+from shardplan.program.blocks.scans import through_scan
 from shardplan.program.blocks.tiles import runs_on_tiles
 from shardplan.program.operation_kinds import readers_in
 from shardplan.program.program import Operation, Program, operand_type
 from shardplan.rules import Along, Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The dimension of a value that an index is, and the positions by which it advances per position of the seed."""
-
-    dim: int
-    scale: Fraction
-
-
-@dataclass(slots=True)
-class Growth:
-    """What indices reach: ``places`` per index by value, ``along`` per operation, ``cuts`` with reasons."""
-
-    places: tuple[dict[int, Place], ...]
-    along: dict[int, tuple[Along, ...]] = field(default_factory=dict)
-    cuts: dict[int, str] = field(default_factory=dict)
-
-    def blocked(self, value: int) -> bool:
-        """Whether a value has all of the indices."""
-        return all(value in places for places in self.places)
-
-
-def is_barrier(operation: Operation) -> bool:
-    """Whether an operation is a barrier, which passes each operand on by itself."""
-    return operation.primitive is _jax.optimization_barrier
 
 
 def grown(
@@ -64,12 +40,13 @@ def grow(program: Program, seeds: Sequence[tuple[int, int]], refused: Mapping[in
         value = waiting.pop(0)
         around = [program.makers[value]] if value in program.makers else []
         for operation in (*around, *readers.get(value, ())):
-            if operation.region or operation.index in growth.along or operation.index in refused:
+            if operation.region or operation.index in refused or _is_known(operation, value, growth):
                 continue
             try:
                 along, found = _through(program, operation, value, growth)
             except Refusal as reason:
                 growth.cuts[operation.index] = str(reason)
+                growth.along.pop(operation.index, None)
                 continue
             if not is_barrier(operation):
                 growth.along[operation.index] = along
@@ -107,6 +84,15 @@ def _released(program: Program, growth: Growth) -> Program:
     return replace(program, operations=tuple(operations), outputs=outputs, regions=(whole, *program.regions[1:]))
 
 
+def _is_known(operation: Operation, value: int, growth: Growth) -> bool:
+    """Whether the operation along the indices is known, that of a scan with this value of it."""
+    along = growth.along.get(operation.index)
+    if along is None or not operation.bodies:
+        return along is not None
+    ends = zip((*operation.operands, *operation.results), (*along[0].operands, *along[0].results), strict=True)
+    return all(dim is not None for end, dim in ends if end == value)
+
+
 def _through(
     program: Program, operation: Operation, value: int, growth: Growth
 ) -> tuple[tuple[Along, ...], list[dict[int, Place]]]:
@@ -115,8 +101,10 @@ def _through(
         pairs = zip(operation.operands, operation.results, strict=True)
         same = [other for pair in pairs if value in pair for other in pair if isinstance(other, int)]
         return (), [dict.fromkeys(same, places[value]) for places in growth.places]
-    if operation.bodies or operation.equation.effects:
-        raise Refusal("a loop, a branch or an effect runs as a whole")
+    if operation.equation.effects:
+        raise Refusal("an effect runs as a whole")
+    if operation.bodies:
+        return through_scan(program, operation, growth, _through)
     types = [operand_type(program, operand) for operand in operation.operands]
     results = [program.values[result] for result in operation.results]
     rule = rules.derive(operation.primitive, operation.params, types, results)

@@ -9,7 +9,7 @@ mesh axes split the dimension, every device has an equal part of each strided bl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,8 +19,9 @@ import jax.numpy as jnp
 
 from shardplan import _jax
 from shardplan.program.blocks.deep_halos import DeepHalos, combined, over_windows, summed_convolution
-from shardplan.program.blocks.growth import Growth, is_barrier
+from shardplan.program.blocks.places import Growth, is_barrier
 from shardplan.program.blocks.regions import Region
+from shardplan.program.blocks.scans import ScanPart
 from shardplan.program.blocks.tiles import (
     COMBINE,
     RANDOM_BITS,
@@ -63,8 +64,10 @@ class Loop:
         self._program, self._growth, self._region = program, growth, region
         self._tiles, self._strided, self._halos = tiles, strided, halos
         self._axes = range(len(tiles.counts))
-        made = {result for index in region.operations for result in program.operations[index].results}
-        self._read = tuple(value for value in tiles.spans[0] if value not in made)
+        operations = [program.operations[index] for index in region.operations]
+        made = {result for operation in operations for result in operation.results}
+        read = dict.fromkeys(operand for operation in operations for operand in operation.read)
+        self._read = tuple(value for value in read if value in tiles.spans[0] and value not in made)
 
     def run(self, values: Mapping[int, Any]) -> dict[int, Any]:
         """The results of the region that leave it, from the values that it reads."""
@@ -105,7 +108,7 @@ class Loop:
     def _block(self, whole: Mapping[int, Any], numbers: Sequence[Any], blocks: Sequence[Any]) -> list[Any]:
         """What one block gives of the values that leave the loop."""
         tile = _Tile(self, whole, numbers, dict(zip(self._read, blocks, strict=True)))
-        tile.run()
+        tile.run(self._region.operations)
         return [tile.given(value) for value in self._tiles.leaving]
 
     def _added(self, value: int, held: Any, part: Any, numbers: Sequence[Any]) -> Any:
@@ -171,7 +174,7 @@ class Loop:
         if value in self._tiles.reduced:
             reducer = self._tiles.reduced[value]
             operation = self._program.makers[self._origin(value)]
-            dtype = widened(operation, {}, reducer)[1]
+            dtype = widened({}, own.dtype, reducer)[1]
             once = self._tiles.parts[operation.index][0].along.once
             if once is None:
                 return jnp.full(own.shape, identity(reducer, dtype), dtype)
@@ -243,16 +246,20 @@ class _Tile:
         self._program, self._growth, self._tiles = loop._program, loop._growth, loop._tiles
         self._held = dict(read)
 
-    def run(self) -> None:
-        """Runs all operations of the region."""
-        for index in self._loop._region.operations:
+    def run(self, operations: Iterable[int]) -> None:
+        """Runs operations of the region, or of the body of a scan: there, those without the indices as well."""
+        for index in operations:
             operation = self._program.operations[index]
             if is_barrier(operation):
                 pairs = zip(operation.operands, operation.results, strict=True)
                 operands = [self._passed(operand, result) for operand, result in pairs]
                 self._hold(operation, run_on_tile(operation, operation.params, operands))
+            elif operation.bodies and (index in self._tiles.parts or operation.region):
+                self._hold(operation, self._scan(operation))
             elif index in self._tiles.parts:
                 self._run(operation)
+            elif operation.region:
+                self._hold(operation, self._run_whole(operation))
 
     def given(self, value: int) -> Any:
         """The rows of a value that are of this block alone, or the part of a sum."""
@@ -261,6 +268,31 @@ class _Tile:
             own, dim = self._tiles.spans[axis][value], self._growth.places[axis][value].dim
             found = jax.lax.slice_in_dim(found, -own.low, own.step - own.low, axis=dim)
         return found
+
+    def _scan(self, operation: Operation) -> Sequence[Any]:
+        """A loop of the program, on this block."""
+        part, parted = ScanPart.of(self._program, operation, range(len(operation.results))), self._tiles.parts
+        read = [
+            self._operand(operation, n) if operation.index in parted else self._any(operation.operands[n])
+            for n in part.read
+        ]
+
+        def turn(entering: dict[int, Any], operations: Sequence[int]) -> Mapping[int, Any]:
+            inner = _Tile(self._loop, {}, self._numbers, entering)
+            inner.run(operations)
+            return inner._held
+
+        return part.run(read, turn)
+
+    def _run_whole(self, operation: Operation) -> Sequence[Any]:
+        """An operation without the indices in the body of a scan. Parts of sums keep their wider type."""
+        if operation.primitive.name == "convert_element_type" and operation.results[0] in self._tiles.reduced:
+            return [self._any(operation.operands[0])]
+        read = [jnp.asarray(self._any(operand)) for operand in operation.operands]
+        for number, operand in enumerate(operation.operands):
+            if isinstance(operand, int) and operand in self._tiles.reduced:
+                read[number] = read[number].astype(operand_type(self._program, operand).dtype)
+        return run_on_tile(operation, operation.params, read)
 
     def _run(self, operation: Operation) -> None:
         parts = self._tiles.parts[operation.index]
@@ -276,7 +308,7 @@ class _Tile:
         reducer = self._tiles.reduced.get(operation.results[0])
         try:
             params = params_on_tile(operation, parts, tuple(shape))
-            params, dtype = widened(operation, params, reducer)
+            params, dtype = widened(params, self._program.values[operation.results[0]].dtype, reducer)
             operands = as_widened(operation, dtype, operands)
             results = results_on_tile(operation, parts, self._loop.run_on_tile(operation, params, operands, reducer))
         except (Refusal, TypeError, ValueError) as error:

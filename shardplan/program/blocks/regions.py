@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardplan.program.blocks.growth import Growth, is_barrier
+from shardplan.program.blocks.places import Growth, is_barrier
 from shardplan.program.operation_kinds import readers_in
 from shardplan.program.program import Operation, Program
 
@@ -62,8 +62,9 @@ def is_blocked_result(growth: Growth, operation: Operation) -> bool:
 
 
 def partial(program: Program, growth: Growth, region: tuple[int, ...]) -> dict[int, str]:
-    """The results that are reduced over an index, with the reducer, and what barriers pass on of them."""
-    found = dict[int, str]()
+    """The results that are reduced over an index, with the reducer, and what barriers pass on of them; parts of sums
+    inside of scans as well."""
+    found = dict.fromkeys(growth.partial, "sum")
     for index in region:
         operation, along = program.operations[index], growth.along[index]
         if is_barrier(operation):
@@ -178,8 +179,8 @@ def _goes_on(program: Program, growth: Growth, reader: Operation, value: int, re
         return True
     if value in reduced:
         return False
-    if not growth.blocked(value):  # what a barrier of the loop has passed on
-        return is_barrier(program.makers[value])
+    if not growth.blocked(value):  # what has no part in the loop, of a barrier or a scan that has one
+        return is_barrier(program.makers[value]) or bool(program.makers[value].bodies)
     numbers = [number for number, operand in enumerate(reader.operands) if operand == value]
     return all(one.operands[number] is not None for one in growth.along[reader.index] for number in numbers)
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from shardplan.memoize import memoize
 from shardplan.program.blocks.deep_halos import DeepHalos
-from shardplan.program.blocks.growth import Growth, Place, grown, is_barrier
+from shardplan.program.blocks.growth import grown
 from shardplan.program.blocks.loop import Loop, Refused
+from shardplan.program.blocks.places import Growth, Place, is_barrier
 from shardplan.program.blocks.regions import Region, regions
+from shardplan.program.blocks.scans import ScanPart
 from shardplan.program.blocks.tiles import run_on_tile
 from shardplan.program.blocks.tiling import Tiling, tiling
 from shardplan.program.program import Constant, Operation, Program
@@ -107,14 +109,14 @@ class _Rewriting:
             if index not in region.own
         }
         self._regions = [region for region, _ in loops]
-        self._whole = {  # by barrier, the places of what has no part in its loop
+        self._whole = {  # by barrier or scan, the places of results that have no part in its loop
             index: [
                 place
                 for place, result in enumerate(program.operations[index].results)
                 if not growth.blocked(result) and result not in loops[number][1].reduced
             ]
             for index, number in self._inside.items()
-            if is_barrier(program.operations[index])
+            if is_barrier(program.operations[index]) or program.operations[index].bodies
         }
         self._order = self._ordered()
 
@@ -131,12 +133,28 @@ class _Rewriting:
         return [o.value if isinstance(o, Constant) else values[o] for o in program.outputs]
 
     def _run_whole(self, operation: Operation, values: dict[int, Any]) -> None:
-        places = self._whole.get(operation.index, range(len(operation.results)))
-        read = range(len(operation.operands)) if operation.index not in self._whole else places
+        read, places = self._passing(operation)
         given = [operation.operands[place] for place in read]
         operands = [o.value if isinstance(o, Constant) else values[o] for o in given]
-        results = run_on_tile(operation, operation.params, operands)
+        results: Sequence[Any]
+        if operation.primitive.name == "scan":  # its body is that of the program, not of the equation
+            part = ScanPart.of(self._program, operation, places)
+            places, results = part.results, part.run(operands, self._turn)
+        else:
+            results = run_on_tile(operation, operation.params, operands)
         values |= zip((operation.results[place] for place in places), results, strict=True)
+
+    def _turn(self, values: dict[int, Any], operations: Sequence[int]) -> dict[int, Any]:
+        for index in operations:
+            self._run_whole(self._program.operations[index], values)
+        return values
+
+    def _passing(self, operation: Operation) -> tuple[Sequence[int], Sequence[int]]:
+        """The places of what an operation reads and gives outside of loops."""
+        places = self._whole.get(operation.index, range(len(operation.results)))
+        if operation.primitive.name == "scan":
+            return ScanPart.of(self._program, operation, places).read, places
+        return (places if operation.index in self._whole else range(len(operation.operands))), places
 
     def _ordered(self) -> list[int]:
         """Operations by index, and loops as negative numbers, in an order in which each follows what it reads."""
@@ -147,7 +165,7 @@ class _Rewriting:
             if index not in self._inside:
                 reads[index] = self._makers(operation.read)
             elif self._whole.get(index):
-                reads[index] = self._makers(operation.operands[place] for place in self._whole[index])
+                reads[index] = self._makers(operation.operands[place] for place in self._passing(operation)[0])
         for number, region in enumerate(self._regions):
             found = set[int]()
             for index in region.operations:

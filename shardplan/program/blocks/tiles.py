@@ -139,9 +139,8 @@ COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
 """What combines the partial results of two blocks."""
 
 
-def widened(operation: Operation, params: dict[str, Any], reducer: str | None) -> tuple[dict[str, Any], Any]:
-    """The parameters with which a sum over one block is made in float32, and the type that it is to have."""
-    dtype = operation.equation.outvars[0].aval.dtype  # type: ignore[attr-defined]
+def widened(params: dict[str, Any], dtype: Any, reducer: str | None) -> tuple[dict[str, Any], Any]:
+    """The parameters with which a sum of a type over one block is made in float32, and the type that it is to have."""
     if (
         reducer != "sum"
         or not jnp.issubdtype(dtype, jnp.floating)

@@ -13,8 +13,9 @@ from fractions import Fraction
 from math import ceil, gcd, lcm
 
 from shardplan.program.blocks.contributions import Contributions, contributions
-from shardplan.program.blocks.growth import Growth, is_barrier
+from shardplan.program.blocks.places import Growth, is_barrier
 from shardplan.program.blocks.regions import Region, partial
+from shardplan.program.blocks.scans import with_bodies
 from shardplan.program.blocks.tiles import Part
 from shardplan.program.operation_kinds import readers_in
 from shardplan.program.program import Operation, Program
@@ -72,7 +73,7 @@ def tiling(
     axes = [_Axis(program, growth, region, axis, unit, held) for axis, (unit, _) in enumerate(units)]
     for one in axes:
         one.run([value for value in leaving if value not in reduced])
-    parts = {index: tuple(one.parts[index] for one in axes) for index in region.operations if index in axes[0].parts}
+    parts = {index: tuple(one.parts[index] for one in axes) for index in axes[0].parts}
     numbers = tuple(ceil(number / share) for (_, number), share in zip(units, shares, strict=True))
     return Tiling(numbers, shares, tuple(one.spans for one in axes), parts, reduced, leaving)
 
@@ -91,8 +92,8 @@ def _leaving(program: Program, growth: Growth, region: Region, reduced: dict[int
 def _unit(program: Program, growth: Growth, region: Region, axis: int, count: int) -> tuple[int, int]:
     """The positions of the seed per block, and the number of blocks: all scales divide blocks into whole rows."""
     places, scales, most = growth.places[axis], set[Fraction](), Fraction(0)
-    for index in region.operations:
-        operation = program.operations[index]
+    operations = (one for index in region.operations for one in with_bodies(program, program.operations[index]))
+    for operation in operations:
         for value in (*operation.read, *operation.results):
             if value in places and growth.blocked(value):
                 place = places[value]
@@ -158,6 +159,8 @@ class _Axis:
                 self._given[result] = found or self._own(result)
 
     def _part(self, operation: Operation) -> Part | None:
+        if operation.bodies:
+            return self._as_own(operation, self._growth.along[operation.index][self._axis])
         along = self._growth.along[operation.index][self._axis]
         needed = self._reached.get(operation.index)
         if needed is None:
@@ -182,6 +185,30 @@ class _Axis:
             if dim is not None:
                 self.spans[result] = needed
         return Part(along, needed, tuple(read), tuple(given))
+
+    def _as_own(self, operation: Operation, along: Along) -> Part:
+        """The part of a scan, or of an operation in the body of one: all values have the rows of one block alone."""
+        for body in operation.bodies:
+            for inner in (self._program.operations[index] for index in self._program.regions[body].operations):
+                if inner.index in self._growth.inside:
+                    self.parts[inner.index] = self._as_own(inner, self._growth.inside[inner.index][self._axis])
+        given = [self._own(r) for r, dim in zip(operation.results, along.results, strict=True) if dim is not None]
+        pairs = zip((*operation.operands, *operation.results), (*along.operands, *along.results), strict=True)
+        own = {end: self._own(end) for end, dim in pairs if dim is not None and isinstance(end, int)}
+        needed = given[0] if given else next(iter(own.values()))
+        if not given and not operation.bodies:
+            step = int(self._scale(operation, along) * self._unit)
+            needed = Span(step, 0, step)
+        read = []
+        for number, operand in enumerate(operation.operands):
+            span = own[operand] if isinstance(operand, int) and along.operands[number] is not None else None
+            read.append(span)
+            if span is not None and not operation.bodies and along.needed(number, needed) != span:
+                raise Refusal("a turn of a loop needs rows of other blocks")
+        for value, span in own.items():
+            if self.spans.setdefault(value, span) != span:
+                raise Refusal("what a loop gives is needed with rows of other blocks")
+        return Part(along, needed, tuple(read), (None,) * len(read))
 
     def _scale(self, operation: Operation, along: Along) -> Fraction:
         """The scale of the index of an operation: that of an operand by the step in which the operation reads it."""
