@@ -75,6 +75,7 @@ def test_the_figures_of_an_offloaded_plan(plan):
     assert plan.step_time.waiting == pytest.approx(waits, rel=0.2)
     moved = [o for o in plan.program.operations if o.primitive.name == "device_put"]
     assert len(moved) == 2 * sum(row["count"] for row in plan.offloaded)
+    assert "jax.memory.Space.Host" in plan.to_python()
     assert "to host memory" in plan.explain(moved[0].scope) and "from host memory" in plan.explain(moved[-1].scope)
 
 
