@@ -111,8 +111,8 @@ def test_range_of_a_reduce_dtype(dtype: str, count: int) -> None:
 
 
 def test_an_unknown_option() -> None:
-    with pytest.raises(ArgumentError, match=r"no option `memory`: did you mean `memory_limit`[?] There are"):
-        shardplan.plan(step, mesh_of((8,)), PARAMS, X, memory=3)
+    with pytest.raises(ArgumentError, match=r"no option `memory_limits`: did you mean `memory_limit`[?] There are"):
+        shardplan.plan(step, mesh_of((8,)), PARAMS, X, memory_limits=3)
     with pytest.raises(ArgumentError, match=r"there is no option `x`[.] .*the step are given by position"):
         shardplan.plan(step, mesh_of((8,)), PARAMS, x=X)
 
