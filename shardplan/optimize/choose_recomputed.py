@@ -124,8 +124,8 @@ def _with(graph: ResidualGraph, kind: frozenset[int], chosen: frozenset[int], fa
         yield from dict.fromkeys(ways)
         return
     room = fates.host_bytes - graph.host_bytes(chosen)
-    more, sizes = sorted(kind - chosen, reverse=True), graph.sizes
-    held = np.cumsum([sizes[~fate] for fate in more])
+    more = sorted(kind - chosen, reverse=True)
+    held = np.cumsum([graph.host_sizes[~fate] for fate in more])
     yield chosen.union(more[: int(np.searchsorted(held, room, side="right"))])
 
 

@@ -47,11 +47,14 @@ class HostLane:
         program, problem = schedule.program, schedule.problem
         prices, strategies, forward = time_prices(problem), schedule.assignment.strategies, early(program)
         self._rate = prices.hardware.host_bytes_per_second or np.inf
-        spent = np.zeros(max(place.values(), default=0) + 2)
+        spent, self._loops = np.zeros(max(place.values(), default=0) + 2), dict[int, float]()
         for operation in program.operations:
             if operation.index in strategies:
                 degree = strategies[operation.index].degree
-                spent[place[operation.index] + 1] += work_seconds(problem, prices, operation, degree)
+                seconds = work_seconds(problem, prices, operation, degree)
+                spent[place[operation.index] + 1] += seconds
+                self._loops[operation.region] = self._loops.get(operation.region, 0.0) + seconds
+        self._bodies = {o.index: o.bodies for o in program.operations if o.bodies}
         self._clock: list[float] = np.cumsum(spent).tolist()  # seconds until a place
         late = {*ties(program).values()}
         stages = {
@@ -77,6 +80,19 @@ class HostLane:
             places = self._places[away], self._places[back]
             found.append(Copied(Offloaded(one.value, *stages), *places, late + later))
         return found
+
+    def copies_of_stacks(self, stacked: Mapping[int, tuple[int, float]]) -> list[Copied]:
+        """The copies of stacks: of each, the scan that makes it, by index, and its bytes. Slices go to the host while
+        the body of that scan runs. The scan that reads them waits for each: no copy begins in the iteration before."""
+        bytes_of = dict[int, float]()
+        for scan, size in stacked.values():
+            bytes_of[scan] = bytes_of.get(scan, 0.0) + size
+        hidden = {scan: sum(self._loops.get(body, 0.0) for body in self._bodies[scan]) for scan in bytes_of}
+        late = {scan: max(0.0, 1 / self._rate - hidden[scan] / size) for scan, size in bytes_of.items()}
+        return [
+            Copied(Offloaded(value, value, value), 0, np.iinfo(np.int64).max, size * (late[scan] + 1 / self._rate))
+            for value, (scan, size) in stacked.items()
+        ]
 
     def _seconds(self, one: Staying) -> float:
         return one.size / self._rate

@@ -83,9 +83,12 @@ class ResidualGraph:
         self.movable = frozenset(  # what may wait in host memory, whose tensors are split evenly
             v
             for v in self.residuals
-            if v not in self.stacks and self._waiting.get(v) and v in assigned and values[v].memory_kind is None
+            if v not in self.unread and self._waiting.get(v) and v in assigned and values[v].memory_kind is None
             if assigned[v] not in problem.domain(v).padded and not schedule.is_partial(v, assigned[v])
         )
+        self.host_sizes = {
+            v: self.sizes[v] * (self.stacks[v].length(self.program) if v in self.stacks else 1) for v in self.movable
+        }
         self._stacking = {value: self._stacking_seconds(stack) for value, stack in self.stacks.items()}
 
     @cached_property
@@ -123,16 +126,17 @@ class ResidualGraph:
     def copies(self, fates: Collection[int], effect: Effect | None = None) -> dict[int, Copied]:
         """The copies of what waits in host memory, by value."""
         first = (self.effect(fates) if effect is None else effect).first
-        staying = [
-            Staying(value, self.sizes[value], self._place_of(value), place)
-            for value, place in first.items()
-            if ~value in fates
-        ]
-        return {one.offloaded.value: one for one in self._lane.copies(staying)} if staying else {}
+        gone = [value for value in first if ~value in fates]
+        if not gone:
+            return {}
+        staying = [Staying(v, self.sizes[v], self._place_of(v), first[v]) for v in gone if v not in self.stacks]
+        stacked = {v: (self.stacks[v].maker, self.host_sizes[v]) for v in gone if v in self.stacks}
+        copies = [*self._lane.copies(staying), *self._lane.copies_of_stacks(stacked)]
+        return {one.offloaded.value: one for one in copies}
 
     def host_bytes(self, fates: Collection[int]) -> float:
         """The bytes of a device's share of host memory."""
-        return sum(self.sizes[~fate] for fate in fates if fate < 0)
+        return sum(self.host_sizes[~fate] for fate in fates if fate < 0)
 
     def estimate(self, fates: Collection[int]) -> tuple[Array, float]:
         """The bytes of a device over time, and the seconds that are added."""
@@ -188,7 +192,7 @@ class ResidualGraph:
 
     def cost(self, fate: int) -> float:
         """The seconds of one fate alone: those of making a residual again, or of the longer copy of it."""
-        return self.seconds[fate] if fate >= 0 else self.sizes[~fate] * self._host_seconds_per_byte
+        return self.seconds[fate] if fate >= 0 else self.host_sizes[~fate] * self._host_seconds_per_byte
 
     def fresh_sources(self, values: Iterable[int], fates: Collection[int]) -> set[int]:
         """The residuals that some are made of which nothing late reads otherwise, and theirs."""

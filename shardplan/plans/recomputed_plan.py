@@ -100,8 +100,8 @@ class RecomputedPlans:
         except InfeasibleError as error:
             least = min(error.least_peak_bytes, leanest.peak_bytes)
             again, on_host = len(self._again(leanest.chosen)), sum(fate < 0 for fate in leanest.chosen)
-            counts = [f"{again} values computed again"] if again or not on_host else []
-            counts += [f"{on_host} values in host memory"] if on_host else []
+            counts = [f"{again} values computed again"] if self._fates[0].recompute else []
+            counts += [f"{on_host} values in host memory"] if on_host or not counts else []
             said = f"{error} That is with {' and '.join(counts)}, as many as save memory."
             raise InfeasibleError(said, least) from None
 
@@ -220,7 +220,15 @@ class RecomputedPlans:
             cost = begun.found.schedule.problem.network.cost(begun.found.solution.choices)
         if watch.left <= 0 or cost <= (1 + ACCEPTABLE_GAP) * self._free.lower_bound:
             return begun
-        return self._searched(begun, limit, watch)
+        found = self._searched(begun, limit, watch)
+        room = self._fates[-1].host_bytes  # other layouts may need more of it
+        return found if sum(self._host_sizes(found).values()) <= room else begun
+
+    def _host_sizes(self, one: _Rewritten) -> dict[int, float]:
+        """The bytes of a device of what waits in host memory, by value."""
+        layouts, problem = one.found.schedule.assignment.values, one.found.schedule.problem
+        sizes = {value: self._graph.program.values[value].stored_bytes for value in self._copies(one.chosen)}
+        return {value: size / problem.domain(value).parts[layouts[value]] for value, size in sizes.items()}
 
     def _searched(self, begun: _Rewritten, limit: float, watch: Stopwatch) -> _Rewritten:
         """The result of a search within the limit. Raises InfeasibleError where nothing is found."""
@@ -256,10 +264,8 @@ class RecomputedPlans:
             return plan
         fingerprint, recomputed = self._program.fingerprint(), tuple(sorted(again))
         recipe = replace(plan.recipe, fingerprint=fingerprint, recomputed=recomputed, offloaded=offloaded)
-        waiting = {
-            value: {"count": 1, "bytes": self._graph.sizes[value], "seconds": one.seconds}
-            for value, one in self._copies(chosen.chosen).items()
-        }
+        sizes, copies = self._host_sizes(chosen), self._copies(chosen.chosen)
+        waiting = {v: {"count": 1, "bytes": size, "seconds": copies[v].seconds} for v, size in sizes.items()}
         kept = len(kept_for_effects(self._program))
         rows = {"recomputed": self._rows(self._work(again)), "offloaded": self._rows(waiting), "kept_for_effects": kept}
         return replace(plan, recipe=recipe, statistics={**plan.statistics, **rows})

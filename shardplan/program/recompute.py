@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 
 from shardplan import _jax
 from shardplan.memoize import memoize
+from shardplan.program.offloaded_stacks import offloading_stacks
 from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.prune import prune
 from shardplan.program.recompute_scans import StackingMore, is_fixed, recomputing_stacks, remakeable, stacking_more
@@ -37,7 +38,8 @@ from shardplan.program.residuals import PRODUCTS, early, is_fused, materialised,
 @dataclass(frozen=True, slots=True)
 class Offloaded:
     """A residual that waits in host memory. The value ``away`` waits for the copy to the host, and the gradient
-    ``back`` has the copy from there begin, where nothing needs it before."""
+    ``back`` has the copy from there begin, where nothing needs it before. Both are the value itself for what a scan
+    stacks, whose slices are copied in the iterations that make and read them."""
 
     value: int
     away: int
@@ -69,7 +71,10 @@ def _rewritten(
     if not values.isdisjoint(slices):
         stacked, again = recomputing_stacks(more.program, (values & slices) ^ more.added)
         origins = {**more.origins, **{value: more.origins.get(origin, origin) for value, origin in again.items()}}
-    rewriting = _Rewriting(stacked, values - slices, offloaded)
+    if on_host := [one.value for one in offloaded if one.value in slices]:
+        stacked, copies = offloading_stacks(stacked, on_host)
+        origins |= {value: origins.get(origin, origin) for value, origin in copies.items()}
+    rewriting = _Rewriting(stacked, values - slices, [one for one in offloaded if one.value not in slices])
     rewritten = rewriting.program()
     late = {value: origins.get(origin, origin) for value, origin in rewriting.origins.items()}
     return rewritten, {**origins, **late}

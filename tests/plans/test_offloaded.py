@@ -17,7 +17,7 @@ from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.hardware import load
 from shardplan.plans.mesh_profile import VARIABLE
 from shardplan.plans.report import plan_record
-from tests.plans.test_recompute import ARGUMENTS, limit_at, train, values
+from tests.plans.test_recompute import ARGUMENTS, SCANNED, limit_at, scanned, train, values
 
 S = jax.ShapeDtypeStruct
 HOST = {"fit": ("host",), "hardware": "h100"}
@@ -49,6 +49,22 @@ def test_values_of_an_offloaded_step(mesh, share, fit):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [1, pytest.param("x=2,y=4", marks=pytest.mark.long)])
+def test_values_of_a_scan_whose_stacks_wait_on_the_host(mesh):
+    """Slices go to the host in one scan and come back in another, and the step gives what the plain step gives."""
+    limit = limit_at(0.6, mesh, scanned, SCANNED)
+    planned = shardplan.auto(scanned, mesh, memory_limit=limit, **HOST)
+    plan = planned.plan(*SCANNED)
+    assert plan.peak_bytes <= limit
+    assert plan.host_bytes == sum(row["bytes"] for row in plan.offloaded) > 0
+    assert all(o.region for o in plan.program.operations if o.primitive.name == "device_put")
+    weights, x = values()
+    given = jnp.stack(weights), x
+    for found, wanted in zip(planned(*given), jax.jit(scanned)(*given), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_the_figures_of_an_offloaded_plan(plan):
     """A plan says what waits on the host: in rows, in its text, as JSON, and of an operation."""
     assert sum(row["bytes"] for row in plan.offloaded) == plan.host_bytes > 0
@@ -59,6 +75,7 @@ def test_the_figures_of_an_offloaded_plan(plan):
     assert plan.step_time.waiting == pytest.approx(waits, rel=0.2)
     moved = [o for o in plan.program.operations if o.primitive.name == "device_put"]
     assert len(moved) == 2 * sum(row["count"] for row in plan.offloaded)
+    assert "jax.memory.Space.Host" in plan.to_python()
     assert "to host memory" in plan.explain(moved[0].scope) and "from host memory" in plan.explain(moved[-1].scope)
 
 
@@ -130,11 +147,13 @@ def test_devices_without_a_link_to_their_host(monkeypatch):
 
 @needs_audit
 @pytest.mark.long
-def test_an_offloaded_step_compiled():
+@pytest.mark.parametrize("step", [train, scanned])
+def test_an_offloaded_step_compiled(step):
     """XLA has as many bytes on the host as planned, and so many fewer on a device."""
-    arguments = [S((512, 512), jnp.float32)] * 6, S((32768, 512), jnp.float32)
-    limit = limit_at(0.5, 1, arguments=arguments)
-    free, plan = (shardplan.plan(train, 1, *arguments, memory_limit=one, **HOST) for one in ("80GB", limit))
+    weights = [S((512, 512), jnp.float32)] * 6 if step is train else S((6, 512, 512), jnp.float32)
+    arguments = weights, S((32768, 512), jnp.float32)
+    limit = limit_at(0.6, 1, step, arguments)
+    free, plan = (shardplan.plan(step, 1, *arguments, memory_limit=one, **HOST) for one in ("80GB", limit))
     before, after = (shardplan.audit(one).compiled.memory for one in (free, plan))
     assert after.host == plan.host_bytes > 0
     assert after.peak == pytest.approx(plan.peak_bytes, rel=0.1)
