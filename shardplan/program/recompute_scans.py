@@ -244,7 +244,9 @@ class _Rewriting:
         self._regions[made.index] = replace(made, outputs=outputs)
         kept = [not (isinstance(operand, int) and operand in values) for operand in read.operands]
         inputs = tuple(i for i, stays in zip(reading.inputs, kept, strict=True) if stays)
-        self._scans[reader] = replace(read, operands=tuple(o for o, stays in zip(read.operands, kept, strict=True) if stays))
+        self._scans[reader] = replace(
+            read, operands=tuple(o for o, stays in zip(read.operands, kept, strict=True) if stays)
+        )
         self._regions[reading.index] = replace(self._regions[reading.index], inputs=inputs)
 
     def program(self) -> Program:

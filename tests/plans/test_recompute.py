@@ -49,6 +49,20 @@ def scanned(weights, x):
     return weights - 0.1 * gradients, value
 
 
+def counting(weights, x):
+    """A scanned step whose carry counts the layers: the derivative of the count is a literal."""
+
+    def loss(weights):
+        def body(carry, w):
+            y, count = carry
+            return (layer(y, w * jnp.cos(count)), count + 1.0), None
+
+        return jnp.mean(jax.lax.scan(body, (x, 0.0), weights)[0][0] ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return weights - 0.1 * gradients, value
+
+
 SCANNED = S((LAYERS, WIDTH, WIDTH), jnp.float32), ARGUMENTS[1]
 
 
@@ -114,6 +128,19 @@ def test_values_of_a_scan_whose_slices_are_made_again(mesh, every, monkeypatch):
     weights, x = values()
     given = jnp.stack(weights), x
     for found, wanted in zip(planned(*given), jax.jit(scanned)(*given), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_values_of_a_scan_with_literal_operands():
+    planned = shardplan.auto(counting, 1, memory_limit=limit_at(0.5, 1, counting, SCANNED), fit=RECOMPUTE)
+    plan = planned.plan(*SCANNED)
+    assert plan.recomputed
+    scans = [operation for operation in plan.program.operations if operation.bodies]
+    assert any(not isinstance(operand, int) for scan in scans for operand in scan.operands)
+    weights, x = values()
+    given = jnp.stack(weights), x
+    for found, wanted in zip(planned(*given), jax.jit(counting)(*given), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
