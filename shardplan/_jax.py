@@ -183,6 +183,15 @@ def moved(array: Any, kind: str | None) -> Any:
     return array if jax.typeof(array).memory_space is space else jax.device_put(array, space)
 
 
+move_between_memories: Primitive = jex_primitives.device_put_p
+
+
+def params_of_move(kind: str | None) -> dict[str, Any]:
+    """The parameters of `move_between_memories` to a memory kind."""
+    space = jax.memory.Space.Host if kind == HOST_MEMORY else jax.memory.Space.Device
+    return {"devices": (space,), "srcs": (None,), "copy_semantics": (dispatch.ArrayCopySemantics.REUSE_INPUT,)}
+
+
 def without_layout(kind: str) -> jax.sharding.NamedSharding:
     """A sharding with the memory kind of an argument, and without a layout."""
     return jax.sharding.NamedSharding(jax.sharding.AbstractMesh((), ()), jax.sharding.PartitionSpec(), memory_kind=kind)

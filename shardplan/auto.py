@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, overload
 
@@ -48,7 +49,7 @@ for _module in (call_arguments, program, planned_call, processes, result_layouts
 def auto(fn: Callable[..., Any], mesh: GivenMesh | NoMesh = NO_MESH, **options: Any) -> AutoFunction: ...
 @overload
 def auto(fn: None = None, mesh: GivenMesh | NoMesh = NO_MESH, **options: Any) -> Callable[..., AutoFunction]: ...
-def auto(  # type: ignore[misc]
+def auto(
     fn: Callable[..., Any] | None = None,
     mesh: GivenMesh | NoMesh = NO_MESH,
     *,
@@ -72,6 +73,8 @@ def auto(  # type: ignore[misc]
     verify: bool | None = None,
     fit: Sequence[str] = FITS,
     blocks: Mapping[str, int] | None = None,
+    host_memory: Any = None,
+    **unknown: Any,
 ) -> Any:
     """``fn``, planned over ``mesh`` and compiled, in the place of ``jax.jit(fn)``.
 
@@ -110,11 +113,13 @@ def auto(  # type: ignore[misc]
             limit (`shardplan.plans.feedback`). None: for a mesh of real GPUs of one process.
         fit: the means to fit a step that exceeds the memory limit in every layout. ``("recompute",)`` computes values
             of the forward part again in the backward part (``plan.recomputed``). ``"blocks"`` runs parts of the step
-            in blocks of an index, as gradient accumulation and chunked losses do (``plan.blocks``). With ``()`` such a
-            step is refused.
+            in blocks of an index, as gradient accumulation and chunked losses do (``plan.blocks``). ``"host"`` has
+            values wait in host memory (``plan.offloaded``). With ``()`` such a step is refused.
         blocks: what is to run in blocks whether it fits or not: the number of blocks by the path of an argument, whose
             first dimension is divided, or by a path and a dimension, ``1/image[2]``. ``"batch"`` stands for the
             largest argument that is no state.
+        host_memory: bytes of a device's share of host memory for what waits there, as a number or as ``"64GB"``. By
+            default as much as a device has.
 
     Returns:
         A callable with ``.plan(*args)`` and ``.lower(*args)``.
@@ -123,7 +128,9 @@ def auto(  # type: ignore[misc]
         ArgumentError: an option or the mesh is wrong. Raised before any work starts.
         InfeasibleError: no plan is within the memory limit.
     """
-    chosen = {name: value for name, value in locals().items() if name not in ("fn", "mesh")}
+    if unknown:
+        raise _no_option(unknown)
+    chosen = {name: value for name, value in locals().items() if name not in ("fn", "mesh", "unknown")}
     if fn is None:
         return partial(auto, mesh=mesh, **chosen)
     return AutoFunction(fn, mesh, Options(**chosen))
@@ -266,8 +273,16 @@ def options_from(given: dict[str, Any]) -> Options:
     try:
         return Options(**given)
     except TypeError:
-        known = ", ".join(name for name in Options.__dataclass_fields__ if name != "results")
-        unknown = ", ".join(f"`{name}`" for name in given if name not in Options.__dataclass_fields__)
-        raise ArgumentError(
-            f"there is no option {unknown}; there are {known}. Arguments of the step itself are given by position"
-        ) from None
+        raise _no_option(given) from None
+
+
+def _no_option(given: Iterable[str]) -> ArgumentError:
+    """The error of names among which one is no option, with the nearest that is one."""
+    known = [name for name in Options.__dataclass_fields__ if name != "results"]
+    unknown = next(name for name in given if name not in known)
+    nearest = get_close_matches(unknown, known, n=1)
+    meant = f": did you mean `{nearest[0]}`?" if nearest else "."
+    return ArgumentError(
+        f"there is no option `{unknown}`{meant} There are {', '.join(known)}. Arguments of the step are given by "
+        "position"
+    )

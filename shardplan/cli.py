@@ -182,6 +182,7 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
         metavar="MEANS",
         help="what may make a step fit where no layout does, or none (default: %(default)s)",
     )
+    parser.add_argument("--host-memory", metavar="SIZE", help="per device, for --fit host (default: as a device has)")
     parser.add_argument("--blocks", action="append", default=[], metavar="PATH=N", help="as 'batch=8'; repeatable")
     parser.add_argument("--verify", action="store_true", help="compile plans near the memory limit, and keep within it")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -204,6 +205,7 @@ def _plan_options(options: argparse.Namespace) -> dict[str, Any]:
         "time_limit": options.time_limit,
         "refine": options.refine,
         "verify": options.verify,
+        "host_memory": options.host_memory,
         "fit": () if options.fit == "none" else tuple(options.fit.split(",")),
         "blocks": parse_blocks(options.blocks) or None,
     }

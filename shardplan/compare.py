@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -45,7 +45,7 @@ from shardplan.plans.pipeline import DEFAULT_HARDWARE, RESERVED_MEMORY, build_pr
 from shardplan.plans.plan import Plan
 from shardplan.plans.planned_call import trace_call
 from shardplan.plans.recomputed_plan import RecomputedPlans
-from shardplan.plans.report import mesh_text, objective_text
+from shardplan.plans.report import above_share, mesh_text, objective_text
 from shardplan.plans.simulate import simulate
 from shardplan.plans.stopwatch import Stopwatch
 from shardplan.problem.baselines import BASELINES
@@ -173,9 +173,10 @@ def _cells(row: ComparedPlan, simulated: bool) -> tuple[str, ...]:
     sent, peak = size_cell(row.communication_bytes), size_cell(row.peak_bytes)
     if row.plan is None:
         return (row.method, sent, "", "", peak, "", *step, seconds, row.note)
-    gap = "" if math.isnan(row.gap) else f"{100 * row.gap:.4f} %" if row.gap < 0.01 else f"{100 * row.gap:.1f} %"
+    share = None if math.isinf(row.lower_bound) else above_share(row.objective, row.lower_bound)
+    above = "" if share is None else f"{100 * share:.4f} %" if share < 0.01 else f"{100 * share:,.1f} %"
     objective = objective_text(row.plan, row.objective)
-    return (row.method, sent, objective, gap, peak, f"{1e3 * row.step_seconds:.2f}", *step, seconds, row.note)
+    return (row.method, sent, objective, above, peak, f"{1e3 * row.step_seconds:.2f}", *step, seconds, row.note)
 
 
 def compare(
@@ -200,6 +201,8 @@ def compare(
     chosen = options_from(options)
     mesh = as_mesh(mesh)
     chosen.check()
+    if isinstance(methods, str) or not isinstance(methods, (Iterable, type(None))):
+        raise ArgumentError(f"`methods` is a list of names, got `{methods!r}`")
     known = (*BASELINES, *METHODS, *CHECKPOINTS, *PLACEMENT_METHODS)
     asked = DEFAULT_METHODS if methods is None else tuple(methods)
     unknown = [method for method in asked if method not in known]

@@ -7,8 +7,11 @@ import os
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from io import BytesIO
 from typing import Any
 
+from shardplan.common.atomic_files import write_file
+from shardplan.common.checks import check_path
 from shardplan.common.tables import size_text
 from shardplan.errors import ArgumentError
 from shardplan.plans.page_head import Compared
@@ -32,10 +35,12 @@ def save_plot(rows: Sequence[Compared], title: str, path: str | os.PathLike[str]
     ):
         _draw(axes, name, [row.method for row in rows], sizes)
     figure.suptitle(title)
+    target, drawn = check_path(path), BytesIO()
     try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:  # ValueError for an unknown format
-        raise ArgumentError(f"cannot write the plot to `{path}`: {getattr(error, 'strerror', None) or error}") from None
+        figure.savefig(drawn, format=target.suffix.removeprefix(".") or "png")
+    except ValueError as error:  # an unknown format
+        raise ArgumentError(f"cannot write the plot to `{path}`: {error}") from None
+    write_file(path, drawn.getvalue(), "the plot")
 
 
 def _draw(axes: Any, name: str, methods: Sequence[str], sizes: Sequence[float]) -> None:

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from jax.numpy import finfo
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy import dtype
 
 from shardplan._jax import is_float
@@ -21,7 +21,10 @@ from shardplan.layout.objectives import OBJECTIVES
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 FITS = ("recompute", "blocks")
-"""What a plan may do where a step does not fit."""
+"""What a plan may do where a step does not fit, by default."""
+
+HOST = "host"
+"""What it may do in addition: have values wait in host memory."""
 
 MOST_REFINED = 8
 """The most plans that `refine` compares."""
@@ -29,7 +32,7 @@ MOST_REFINED = 8
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a plan: the arguments of ``shardplan.auto``. A memory limit may be text (``11GB``)."""
+    """The options of a plan: the arguments of ``shardplan.auto``. Sizes of memory may be text (``11GB``)."""
 
     memory_limit: Any = None
     objective: str = "bytes"
@@ -51,12 +54,14 @@ class Options:
     compiler_options: Mapping[str, Any] | None = None
     fit: Sequence[str] = FITS
     blocks: Mapping[str, int] | None = None
+    host_memory: Any = None
     results: Mapping[str, PartitionSpec] | None = None
     """The layouts of results by their paths, from ``out_shardings`` or their types. Planning sets them."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.memory_limit, str):
-            object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit))
+        for name in ("memory_limit", "host_memory"):
+            if isinstance(given := getattr(self, name), str):
+                object.__setattr__(self, name, parse_bytes(given))
 
     def check(self) -> None:
         """Raises ArgumentError for options that no program could be planned with."""
@@ -75,6 +80,7 @@ class Options:
         if self.verify is not None and not isinstance(self.verify, bool):
             raise ArgumentError(f"verify is True, False or None, got `{self.verify!r}`")
         _check_fit(self.fit)
+        self.check_host()
         _check_blocks(self.blocks)
         if not isinstance(self.keep_unused, bool):
             raise ArgumentError(f"keep_unused is True or False, got `{self.keep_unused!r}`")
@@ -95,8 +101,26 @@ class Options:
                 raise ArgumentError(
                     f"pins map path globs to PartitionSpecs: `{path!r}` is no path, such as `0/params/*`"
                 )
+            if isinstance(spec, NamedSharding) and spec.memory_kind not in (None, "device"):
+                raise ArgumentError(
+                    f"the pin `{path}` has the memory kind `{spec.memory_kind}`: pins are layouts alone. Put the "
+                    "argument there with jax.device_put, and its new value inside of the step by jax.device_put(x, "
+                    "jax.memory.Space.Host)"
+                )
             if not isinstance(spec, PartitionSpec):
                 raise ArgumentError(f"the pin `{path}` is `{spec!r}`: a jax.sharding.PartitionSpec was expected")
+
+    def check_host(self) -> None:
+        """Raises ArgumentError for wrong options of values in host memory. The hardware may be known late."""
+        if self.host_memory is not None and not _is_positive(self.host_memory):
+            raise ArgumentError(f"host_memory is a number of bytes above 0, got `{self.host_memory!r}`")
+        if self.host_memory is not None and HOST not in self.fit:
+            raise ArgumentError(f"host_memory is for values that wait there: add {HOST!r} to fit, got `{self.fit!r}`")
+        if HOST in self.fit and self.hardware is not None and load(self.hardware).host_bytes_per_second is None:
+            raise ArgumentError(
+                f"fit has {HOST!r}, and the hardware profile `{load(self.hardware).name}` has no link to the host: "
+                "state its `host_bytes_per_second`, or name another profile by hardware="
+            )
 
     @property
     def static(self) -> tuple[int, ...]:
@@ -127,10 +151,11 @@ def _is_positive(number: Any) -> bool:
 
 
 def _check_fit(given: Any) -> None:
-    words = [f"`{word}`" for word in given if word not in FITS] if isinstance(given, tuple | list) else [f"`{given!r}`"]
+    known = (*FITS, HOST)
+    words = [f"`{one}`" for one in given if one not in known] if isinstance(given, tuple | list) else [f"`{given!r}`"]
     if words:
-        known = ", ".join(map(repr, FITS))
-        raise ArgumentError(f"fit is a tuple of what may make a step fit, of {known}, or (); got {', '.join(words)}")
+        listed, got = ", ".join(map(repr, known)), ", ".join(words)
+        raise ArgumentError(f"fit is a tuple of what may make a step fit, of {listed}, or (); got {got}")
 
 
 def _check_blocks(given: Any) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import traceback
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +23,7 @@ from shardplan import ArgumentError, CallError, InfeasibleError, PlanMismatchErr
 from tests.helpers.random_programs import assert_equal_trees, mesh_of
 
 X = jnp.ones((8, 8))
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 def step(params: Any, x: Any) -> Any:
@@ -106,9 +111,9 @@ def test_range_of_a_reduce_dtype(dtype: str, count: int) -> None:
 
 
 def test_an_unknown_option() -> None:
-    with pytest.raises(ArgumentError, match="there is no option `memory`; there are memory_limit"):
-        shardplan.plan(step, mesh_of((8,)), PARAMS, X, memory=3)
-    with pytest.raises(ArgumentError, match=r"there is no option `x`; .*the step itself are given by position"):
+    with pytest.raises(ArgumentError, match=r"no option `memory_limits`: did you mean `memory_limit`[?] There are"):
+        shardplan.plan(step, mesh_of((8,)), PARAMS, X, memory_limits=3)
+    with pytest.raises(ArgumentError, match=r"there is no option `x`[.] .*the step are given by position"):
         shardplan.plan(step, mesh_of((8,)), PARAMS, x=X)
 
 
@@ -334,3 +339,63 @@ def test_options_that_are_refused_everywhere():
     plan = shardplan.plan(lambda x: x, 8, x)
     with pytest.raises(PlanMismatchError, match=r"a jax.sharding.Mesh of devices was expected, got `'data=8'`"):
         plan.lower("data=8")
+
+
+OF_A_PLAN = {
+    "explain takes a path, an operation or a source line, got `3`": lambda plan: plan.explain(3),
+    "`time_limit` is a number of seconds, got `'1'`": lambda plan: plan.explain("0*", time_limit="1"),
+    "`limit` is a whole number above 0, got `0`": lambda plan: plan.table(limit=0),
+    "`count` is a whole number above 0, got `b'3'`": lambda plan: plan.hotspots(b"3"),
+    "the path of a file was expected, got `3`": lambda plan: plan.save(3),
+    "the path of a file was expected, got `None`": lambda plan: plan.to_html(None),
+    "`comparison` is a result of shardplan.compare, got `3`": lambda plan: plan.to_html("page.html", 3),
+    "a plan was expected, got `3`": lambda plan: plan.diff(3),
+    "`fn` is a function, got `3`": lambda plan: plan.to_python(3),
+    "`whole` is True, False or None, got `'yes'`": lambda plan: plan.to_python(whole="yes"),
+    "`fn` is a function, got `b'x'`": lambda plan: plan.apply(b"x"),
+    "`init_fn` is a function, got `3`": lambda plan: plan.init(3),
+    "`names` is a tree with a PartitionSpec of names at each leaf, got `3`": lambda plan: plan.to_logical_rules(3),
+    "the path of a file was expected, got `['a']`": lambda plan: type(plan).load(["a"]),
+    "`methods` is a list of names, got `'exact'`": lambda plan: shardplan.compare(
+        step, "x=8", PARAMS, X, methods="exact"
+    ),
+    "no option `memroy_limit`: did you mean `memory_limit`? There are": lambda plan: shardplan.auto(
+        step, memroy_limit=1
+    ),
+    "there is no option `foo`. There are memory_limit,": lambda plan: shardplan.plan(step, "x=8", PARAMS, X, foo=1),
+}
+
+
+def test_arguments_of_another_type() -> None:
+    """Each method of a plan says in a sentence what it takes."""
+    plan = shardplan.plan(step, "x=8", PARAMS, X)
+    for message, call in OF_A_PLAN.items():
+        with pytest.raises(ArgumentError) as raised:
+            call(plan)
+        assert message in str(raised.value)
+
+
+FULL = """
+import resource, signal, sys
+from shardplan.common.atomic_files import write_file
+from shardplan.errors import ArgumentError
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+for content in ("a" * 200, b"a" * 200):
+    try:
+        write_file("page.html", content, "the page")
+    except ArgumentError as error:
+        print(error)
+"""
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """One sentence, the old file, and no half one."""
+    (tmp_path / "page.html").write_text("old")
+    ran = subprocess.run(
+        [sys.executable, "-c", FULL], cwd=tmp_path, capture_output=True, text=True, check=True, env=ENV
+    )
+    assert ran.stdout == 2 * "cannot write the page to `page.html`: File too large\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+    assert (tmp_path / "page.html").read_text() == "old"

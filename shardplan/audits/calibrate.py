@@ -16,13 +16,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from shardplan.audits.microbenchmarks import Curve, collective, matrix_product, measure_curve, memory_traffic
+from shardplan.common.atomic_files import write_file
+from shardplan.common.checks import check_path
 from shardplan.common.tables import html_table, text_table
 from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile, Link, load
@@ -91,10 +92,7 @@ class Calibration:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the profile as TOML for `hardware=`. Raises ArgumentError where that fails."""
         _check_path(path)
-        try:
-            Path(path).write_text(profile_toml(self.profile), encoding="utf-8")
-        except OSError as error:
-            raise ArgumentError(f"cannot write the profile to `{path}`: {error.strerror}") from error
+        write_file(path, profile_toml(self.profile), "the profile")
 
 
 def calibrate(
@@ -177,7 +175,7 @@ def _check(mesh: Mesh, plan: PlanData | None) -> None:
 
 def _check_path(path: str | os.PathLike[str]) -> None:
     """Raises ArgumentError for a path that no profile for `hardware=` can be written to."""
-    place = Path(path)
+    place = check_path(path)
     if place.suffix != ".toml":
         raise ArgumentError(f"a profile is written as TOML, got the path `{path}`: end it in `.toml`")
     if not place.absolute().parent.is_dir():

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from os import PathLike
-from pathlib import Path
 from xml.etree import ElementTree
 
 from shardplan.audits.audit import Audit
-from shardplan.common.atomic_files import atomic_write
-from shardplan.errors import ArgumentError
+from shardplan.common.atomic_files import write_file
 
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -33,12 +31,7 @@ def junit_text(found: Audit, name: str, tolerance: float) -> str:
 
 def save_junit(found: Audit, path: str | PathLike[str], name: str, tolerance: float) -> None:
     """Writes the report, atomically. Raises ArgumentError for a path that cannot be written."""
-    try:
-        with atomic_write(Path(path)) as file:
-            file.write(junit_text(found, name, tolerance))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ArgumentError(f"cannot write the report to `{path}`: {reason}") from None
+    write_file(path, junit_text(found, name, tolerance), "the report")
 
 
 def _plain(text: str) -> str:

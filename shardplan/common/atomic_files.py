@@ -22,7 +22,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+from shardplan.common.checks import check_path, reason
+from shardplan.errors import ArgumentError
 
 try:
     import fcntl
@@ -53,6 +56,21 @@ def atomic_write(target: Path, others: str | None = None) -> Iterator[TextIO]:
         _own_files.discard(path)
         with suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def write_file(path: Any, content: str | bytes, what: str) -> None:
+    """Writes a file, atomically. Raises ArgumentError for a path that cannot be written; ``what`` names the content."""
+    target = check_path(path)
+    try:
+        with atomic_write(target) as file:
+            if isinstance(content, str):
+                file.write(content)
+            else:
+                file.buffer.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, ValueError) as error:  # ValueError for an invalid path
+        raise ArgumentError(f"cannot write {what} to `{path}`: {reason(error)}") from None
 
 
 def _create_locked(target: Path) -> tuple[Path, TextIO]:

@@ -19,13 +19,19 @@ from shardplan.layout.layout import Layout
 from shardplan.memory.convolutions import ConvolutionCopy, convolution_copies
 from shardplan.memory.gpu import H100
 from shardplan.memory.kernels import Kernels
-from shardplan.memory.operations import computes_operand, fusible_operations, merged_scatters, pointwise_operations
+from shardplan.memory.operations import (
+    computes_operand,
+    fusible_operations,
+    merged_scatters,
+    pointwise_operations,
+)
 from shardplan.memory.products import ProductOperand, product_operands
 from shardplan.problem.device_bytes import bytes_in, layout_left
 from shardplan.problem.schedule import Route, Schedule
 from shardplan.program.control_flow import Link
-from shardplan.program.operation_kinds import POOLING_GRADIENT, REDUCTIONS, UPDATES, is_view
+from shardplan.program.operation_kinds import POOLING_GRADIENT, REDUCTIONS, UPDATES, is_view, moves_between_memories
 from shardplan.program.program import Operation
+from shardplan.program.residuals import early
 
 
 class Item(NamedTuple):
@@ -224,9 +230,18 @@ class Graph:
                 self._add_control_dependency(node, operand)
                 item = self.item_of(operand, layout, operation)
                 node.reads[item] = True
+                node.reads |= self._on_the_way(operand, operation)
                 self.alias[result] = item
         number = self.add(node)
         self._barriers |= dict.fromkeys(operation.results, number)
+
+    def _on_the_way(self, value: int, barrier: Operation) -> dict[Item, bool]:
+        """What is copied to the host for a value: it is there until the forward part waits for the copy."""
+        maker = self.program.makers.get(value)
+        if maker is None or self.program.values[value].memory_kind is None or barrier.index not in early(self.program):
+            return {}
+        moved = moves_between_memories(self.program, maker)
+        return {item: True for item in self.nodes[self.makers[Item(value, "stored")]].reads} if moved else {}
 
     # ---- what is read
 

@@ -25,6 +25,7 @@ from shardplan.program.operation_kinds import (
     VIEWS,
     is_scatter,
     is_view,
+    moves_between_memories,
     readers_in,
 )
 from shardplan.program.program import Constant, Operation, Program, operand_type
@@ -113,14 +114,6 @@ def _is_row_reduction(shape: Sequence[int], dims: Collection[int]) -> bool:
     """Whether a reduction includes the innermost dimension."""
     inner = [dim for dim, size in enumerate(shape) if size > 1]
     return not inner or inner[-1] in dims
-
-
-def moves_between_memories(program: Program, operation: Operation) -> bool:
-    """Whether an operation copies a tensor between host and device memory."""
-    if operation.primitive.name != "device_put" or not isinstance(operation.operands[0], int):
-        return False
-    kinds = {program.values[value].memory_kind for value in (operation.operands[0], operation.results[0])}
-    return len(kinds) > 1
 
 
 def is_fusible(problem: Problem, operation: Operation) -> bool:

@@ -14,6 +14,7 @@ from shardplan.memory.kernels import kernels_of
 from shardplan.memory.merging import join, joined_kernels, merge_collectives, merged_products
 from shardplan.memory.order import Nodes, backward_schedule
 from shardplan.problem.schedule import Schedule
+from shardplan.program.operation_kinds import moves_between_memories
 from shardplan.program.program import Operation
 
 
@@ -117,6 +118,7 @@ class Timeline:
             if node.kind == "loop":
                 self._end_body(self.program.operations[node.place], first, position)
         self._end_step()
+        self._begin_copies()
         write_in_place(self)
 
     def _carries_in_place(self, node: Node) -> set[Item]:
@@ -149,6 +151,16 @@ class Timeline:
             elif span.end <= span.made and self.is_made_by_kernel(item):
                 span.end = span.made - 1
 
+    def _begin_copies(self) -> None:
+        """Has copies from the host begin where a barrier lets them: XLA runs them as early as it can."""
+        barriers = {node.place: position for position, _, node in self.nodes() if node.kind == "barrier"}
+        for operation in self.program.operations:
+            if moves_between_memories(self.program, operation):
+                [operand, result] = [*operation.read, *operation.results]
+                maker, span = self.program.makers.get(operand), self.spans.get(Item(result, "stored"))
+                if span is not None and maker is not None and maker.index in barriers:
+                    span.start = min(span.start, barriers[maker.index])
+
     def _end_step(self) -> None:
         """Extends the live ranges of results to the end."""
         for number, output in enumerate(self.program.outputs):
@@ -177,10 +189,12 @@ class Timeline:
         return False
 
     def is_made_by_kernel(self, item: Item) -> bool:
-        """Whether a kernel makes an item. False for library calls, collectives, and items from outside."""
-        made = self.spans[item].made
+        """Whether a kernel makes an item. False for library calls, collectives, copies from the host, and items from
+        outside."""
+        made, operations = self.spans[item].made, self.program.operations
         makers = [node for node in self.placed[made].nodes if item in node.makes] if made >= 0 else []
-        return any(not node.library and node.kind == "kernel" for node in makers)
+        kernels = [node for node in makers if not node.library and node.kind == "kernel"]
+        return any(not moves_between_memories(self.program, operations[node.place]) for node in kernels)
 
     def reads_by_element(self, position: int, item: Item) -> bool:
         """Whether the node at a position reads an item only elementwise."""

@@ -22,6 +22,7 @@ def carried_over(schedule: Schedule, problem: Problem, origins: Mapping[int, int
     the rewritten program does not have is its first, which splits nothing."""
     given, variables, makers = schedule.assignment, problem.variables, schedule.program.makers
     found = np.zeros(len(variables.names), np.int64)
+    same = {id(o.equation): o.index for o in schedule.program.operations}
     for of in (variables.values, variables.copies):
         for value, variable in of.items():
             origin = origins.get(value, value)
@@ -32,8 +33,13 @@ def carried_over(schedule: Schedule, problem: Problem, origins: Mapping[int, int
                 layout = stack_layout(layout, rank)
             found[variable] = problem.domain(value).position.get(layout, 0)  # type: ignore[arg-type]
     for index, variable in variables.operations.items():
-        result = problem.program.operations[index].results[0]
-        strategy = given.strategies.get(makers[origins.get(result, result)].index)
+        operation = problem.program.operations[index]
+        if operation.results:
+            result = operation.results[0]
+            origin = makers[origins.get(result, result)].index
+        else:  # a call back to Python
+            origin = same[id(operation.equation)]
+        strategy = given.strategies.get(origin)
         strategies = problem.choices[index].strategies
         found[variable] = strategies.index(strategy) if strategy in strategies else 0
     return found

@@ -1,15 +1,16 @@
-"""Choosing what is recomputed: the residuals whose recomputation keeps a schedule within a memory limit.
+"""Choosing what is recomputed or waits on the host: the residuals whose fates keep a schedule within a memory limit.
 
 First, what saves most of the bytes above the limit per second that it adds, one kind of residual after another in all
-repeated layers at once; or all that a policy by hand computes again. Then single values are kept again,
-as far as that fits, the dearest first.
+repeated layers at once, by whichever fate is cheaper; or all that a policy by hand computes again. Then single values
+are kept again, as far as that fits, the dearest first.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import invert
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +31,22 @@ _STEPS = 2
 """How far around a residual kinds are told apart."""
 
 
-def choose_recomputed(graph: ResidualGraph, limit: float) -> frozenset[int]:
-    """The residuals to recompute, as few seconds of them as are found; the most where the limit is not reached."""
-    by_kinds = [_by_kinds(graph, limit, capped) for capped in (True, False)]
-    found = [*map(graph.useful, by_kinds), *(policy(graph) for policy in POLICIES.values())]
+@dataclass(frozen=True, slots=True)
+class Fates:
+    """What may become of residuals: whether they may be recomputed, and the bytes of host memory for those of a
+    device."""
+
+    recompute: bool = True
+    host_bytes: float = 0.0
+
+
+def choose_recomputed(graph: ResidualGraph, limit: float, fates: Fates) -> frozenset[int]:
+    """The fates of residuals, for as few seconds as are found; those that save most where the limit is not reached."""
+    ways = [fates, Fates()] if fates.recompute and fates.host_bytes else [fates]
+    by_kinds = [_by_kinds(graph, limit, capped, way) for way in ways for capped in (True, False)]
+    found = [*map(graph.useful, by_kinds)]
+    if fates.recompute:
+        found += [policy(graph) for policy in POLICIES.values()]
     fitting = [_kept_again(graph, one, limit) for one in found if _Judged.of(graph, one, limit).excess <= 0]
     if fitting:
         return min(fitting, key=lambda one: graph.estimate(one)[1])
@@ -63,20 +76,20 @@ class _Judged:
         return float((self.profile[above] - after.profile[above]).sum() - elsewhere)
 
 
-def _by_kinds(graph: ResidualGraph, limit: float, capped: bool) -> frozenset[int]:
+def _by_kinds(graph: ResidualGraph, limit: float, capped: bool, fates: Fates) -> frozenset[int]:
     """One kind after another, that first which saves most per second, until the limit is reached or nothing saves.
 
     Of many kinds, one is judged again when it comes first: what it saves hardly grows with what is chosen."""
-    kinds, chosen = _kinds(graph), graph.unread
+    alike, chosen = _kinds(graph), graph.unread
+    kinds = [*alike] if fates.recompute else []
+    if fates.host_bytes:
+        kinds += [frozenset(~value for value in kind & graph.movable) for kind in alike]
     now = _Judged.of(graph, chosen, limit)
 
     def judged(kind: frozenset[int]) -> tuple[float, frozenset[int], _Judged]:
-        """What adding a kind saves per second, with the residuals that it is made of alone, and without the stacks that
-        it could be made of, or not; 0 for nothing."""
+        """What adding a kind saves per second; 0 for nothing."""
         found = (0.0, chosen, now)
-        sources = graph.unread.intersection(s for value in kind for s in graph.sources[value])
-        ways = (chosen | kind, chosen | kind | graph.fresh_sources(kind, chosen), (chosen | kind) - sources)
-        for more in dict.fromkeys(ways):
+        for more in _with(graph, kind, chosen, fates):
             after = _Judged.of(graph, more, limit)
             rate = now.saved(after, limit, capped) / max(after.seconds - now.seconds, _LEAST_SECONDS)
             if after.excess < now.excess and rate > found[0]:
@@ -94,17 +107,33 @@ def _by_kinds(graph: ResidualGraph, limit: float, capped: bool) -> frozenset[int
                 break
             _, chosen, now = judged(kinds[number])
             step += 1
-            if len(kinds) * len(graph.residuals) <= _FEW:
+            if len(kinds) * len(graph.residuals) <= (0 if fates.host_bytes else _FEW):
                 waiting = [(-np.inf, -1, other) for *_, other in waiting]
         else:
             heapq.heappush(waiting, (-judged(kinds[number])[0], step, number))
     return chosen
 
 
+def _with(graph: ResidualGraph, kind: frozenset[int], chosen: frozenset[int], fates: Fates) -> Iterator[frozenset[int]]:
+    """What is chosen and one kind more, with the residuals that it is made of alone, without the stacks that it could
+    be made of, or neither. Of what waits on the host, as much as its memory holds, those first that are made first."""
+    kind = frozenset(fate for fate in kind if ~fate not in chosen)
+    if not any(fate < 0 for fate in kind):
+        sources = graph.unread.intersection(s for value in kind for s in graph.sources[value])
+        ways = (chosen | kind, chosen | kind | graph.fresh_sources(kind, chosen), (chosen | kind) - sources)
+        yield from dict.fromkeys(ways)
+        return
+    room = fates.host_bytes - graph.host_bytes(chosen)
+    more = sorted(kind - chosen, reverse=True)
+    held = np.cumsum([graph.host_sizes[~fate] for fate in more])
+    yield chosen.union(more[: int(np.searchsorted(held, room, side="right"))])
+
+
 def _kept_again(graph: ResidualGraph, chosen: frozenset[int], limit: float) -> frozenset[int]:
     """Fewer of the chosen, those first that take longest for what they save; of many, whole kinds at first."""
     now = _Judged.of(graph, chosen, limit)
-    kinds = [kind & chosen for kind in _kinds(graph) if len(kind & chosen) > 1] if len(chosen) > _MANY else []
+    alike = [one for kind in _kinds(graph) for one in (kind & chosen, frozenset(map(invert, kind)) & chosen)]
+    kinds = [kind for kind in alike if len(kind) > 1] if len(chosen) > _MANY else []
     for group in (*_dearest_first(graph, kinds), *_dearest_first(graph, [frozenset([value]) for value in chosen])):
         if group <= chosen:
             after = _Judged.of(graph, chosen - group, limit)
@@ -115,8 +144,8 @@ def _kept_again(graph: ResidualGraph, chosen: frozenset[int], limit: float) -> f
 
 def _dearest_first(graph: ResidualGraph, groups: Iterable[frozenset[int]]) -> list[frozenset[int]]:
     def dearness(group: frozenset[int]) -> tuple[float, int]:
-        seconds, saved = (sum(of[value] for value in group) for of in (graph.seconds, graph.sizes))
-        return -seconds / max(saved, 1.0), min(group)
+        saved = sum(graph.sizes[max(fate, ~fate)] for fate in group)
+        return -sum(map(graph.cost, group)) / max(saved, 1.0), min(group)
 
     return sorted(groups, key=dearness)
 

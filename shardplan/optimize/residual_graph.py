@@ -1,26 +1,32 @@
-"""What recomputation changes, on a graph of materialised residuals alone, fast enough to be asked a thousand times.
+"""What recomputation and host memory change, on a graph of materialised residuals alone, fast enough to be asked a
+thousand times.
 
 A residual is made of others and of arguments: between them are operations that kernels compute on the way. A late
 operation reads residuals in the same way. For any set of residuals that are recomputed, one walk over the late uses
-says which of them are made again and when, which others must be kept longer, and what that costs.
+says which of them are made again and when, which others must be kept longer, and what that costs. A residual that waits
+in host memory is made again of nothing.
+
+A set of fates has the number of each residual that is recomputed, and the complement `~value` of each that waits in
+host memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.memory import Lifetimes
+from shardplan.optimize.host_lane import Copied, HostLane, Staying
 from shardplan.problem.schedule import Schedule
 from shardplan.program.operation_kinds import PRODUCT
 from shardplan.program.program import Operation, Program
 from shardplan.program.recompute import ties
 from shardplan.program.recompute_scans import Stack, chain, is_fixed, remakeable, stacks
 from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
-from shardplan.timing.stack_traffic import stacking_bytes
 from shardplan.timing.step_time import sent_seconds, time_prices
 
 Array = NDArray[np.float64]
@@ -37,7 +43,7 @@ class _Use:
 
 @dataclass(slots=True)
 class Effect:
-    """What a set of recomputed residuals does: when each is made again (``first``), and read last; until when others
+    """What a set of fates does: when each of its residuals is there again (``first``), and read last; until when others
     are kept."""
 
     first: dict[int, int] = field(default_factory=dict)
@@ -71,52 +77,80 @@ class ResidualGraph:
         self.cheap = set[int]()  # what no large product makes: what checkpoint policies by hand compute again
         self._read: dict[int, list[tuple[int, float]]] = {}  # of slices, the seconds of reading others
         self.flops, self.seconds = self._costs()
+        problem = schedule.problem
+        self._host_seconds_per_byte = 1 / (problem.prices.hardware.host_bytes_per_second or np.inf)
+        values, assigned = self.program.values, schedule.assignment.values
+        self.movable = frozenset(  # what may wait in host memory, whose tensors are split evenly
+            v
+            for v in self.residuals
+            if v not in self.unread and self._waiting.get(v) and v in assigned and values[v].memory_kind is None
+            if assigned[v] not in problem.domain(v).padded and not schedule.is_partial(v, assigned[v])
+        )
+        self.host_sizes = {
+            v: self.sizes[v] * (self.stacks[v].length(self.program) if v in self.stacks else 1) for v in self.movable
+        }
         self._stacking = {value: self._stacking_seconds(stack) for value, stack in self.stacks.items()}
+
+    @cached_property
+    def _lane(self) -> HostLane:
+        return HostLane(self._schedule, self._place)
 
     # ---- what is asked
 
-    def effect(self, recomputed: Collection[int]) -> Effect:
-        """What is made again, and what is kept longer, where some residuals are recomputed."""
-        found = Effect()
+    def effect(self, fates: Collection[int]) -> Effect:
+        """What is there again, and what is kept longer."""
+        found, gone = Effect(), {max(fate, ~fate) for fate in fates}
         for use in self._uses:
-            if use.value in recomputed:
-                self._make(use.value, use.place, recomputed, found)
-            elif use.value not in self._known and any(source in recomputed for source in use.sources):
+            if use.value in gone:
+                self._make(use.value, use.place, fates, gone, found)
+            elif use.value not in self._known and not gone.isdisjoint(use.sources):
                 for source in use.sources:
-                    self._need(source, use.place, recomputed, found)
+                    self._make(source, use.place, fates, gone, found)
         return found
 
-    def _need(self, value: int, place: int, recomputed: Collection[int], found: Effect) -> None:
-        if value in recomputed:
-            self._make(value, place, recomputed, found)
-        else:
-            found.kept[value] = max(found.kept.get(value, 0), place)
-
-    def _make(self, value: int, place: int, recomputed: Collection[int], found: Effect) -> None:
+    def _make(self, value: int, place: int, fates: Collection[int], gone: Collection[int], found: Effect) -> None:
         if value in found.first:
             found.last[value] = max(found.last[value], place)
             return
         stack = [value]
         while stack:
             one = stack.pop()
-            if one in recomputed:
+            if one in gone:
                 if one not in found.first:
                     found.first[one] = place
-                    stack += self.sources.get(one, ())
+                    stack += self.sources.get(one, ()) if one in fates else ()
                 found.last[one] = max(found.last.get(one, 0), place)
             else:
                 found.kept[one] = max(found.kept.get(one, 0), place)
 
-    def estimate(self, recomputed: Collection[int]) -> tuple[Array, float]:
+    def copies(self, fates: Collection[int], effect: Effect | None = None) -> dict[int, Copied]:
+        """The copies of what waits in host memory, by value."""
+        first = (self.effect(fates) if effect is None else effect).first
+        gone = [value for value in first if ~value in fates]
+        if not gone:
+            return {}
+        staying = [Staying(v, self.sizes[v], self._place_of(v), first[v]) for v in gone if v not in self.stacks]
+        stacked = {v: (self.stacks[v].maker, self.host_sizes[v]) for v in gone if v in self.stacks}
+        copies = [*self._lane.copies(staying), *self._lane.copies_of_stacks(stacked)]
+        return {one.offloaded.value: one for one in copies}
+
+    def host_bytes(self, fates: Collection[int]) -> float:
+        """The bytes of a device's share of host memory."""
+        return sum(self.host_sizes[~fate] for fate in fates if fate < 0)
+
+    def estimate(self, fates: Collection[int]) -> tuple[Array, float]:
         """The bytes of a device over time, and the seconds that are added."""
-        found = self.effect(recomputed)
-        change = np.zeros(len(self.profile) + 1)
-        for value in (*found.first, *(self.unread.intersection(recomputed) - found.first.keys())):
+        found = self.effect(fates)
+        copies, change = self.copies(fates, found), np.zeros(len(self.profile) + 1)
+        for value in (*found.first, *(self.unread.intersection(fates) - found.first.keys())):
+            away = copies[value].away if value in copies else 0
             for until, end, size in self._waiting.get(value, ()):
-                change[until + 1] -= size
-                change[end + 1] += size
+                gone = max(until, away)
+                if gone < end:
+                    change[gone + 1] -= size
+                    change[end + 1] += size
         for value, place in found.first.items():
-            change[place] += self.sizes[value]
+            change[min(copies[value].back, place) if value in copies else place] += self.sizes[value]
             change[max(found.last[value], place) + 1] -= self.sizes[value]
         for value in self._following:
             if not found.first.keys().isdisjoint(self.sources[value]):
@@ -133,36 +167,40 @@ class ResidualGraph:
                 start, end, size = self._carries[value]
                 change[start] += size
                 change[end + 1] -= size
-        seconds = sum(self._seconds_among(value, found.first) for value in found.first)
-        seconds -= sum(size for value, size in self._stacking.items() if value in recomputed)
+        seconds = sum(self._seconds_among(v, found.first) if v in fates else copies[v].seconds for v in found.first)
+        seconds -= sum(size for value, size in self._stacking.items() if value in fates)
         return self.profile + np.cumsum(change)[:-1], seconds
 
     def _seconds_among(self, value: int, recomputed: Collection[int]) -> float:
         """The seconds of making a residual again: kernels compute on the way what they would have read else."""
         return self.seconds[value] - sum(size for source, size in self._read.get(value, ()) if source in recomputed)
 
-    def figures(self, value: int, recomputed: Collection[int]) -> tuple[int, float, float, float]:
+    def figures(self, value: int, fates: Collection[int]) -> tuple[int, float, float, float]:
         """1, the bytes that wait for the backward part, and the operations and seconds of making a residual again,
         among others, less those of stacking it."""
         waiting = sum(size for _, _, size in self._waiting.get(value, ()))
-        return 1, waiting, self.flops[value], self._seconds_among(value, recomputed) - self._stacking.get(value, 0.0)
+        return 1, waiting, self.flops[value], self._seconds_among(value, fates) - self._stacking.get(value, 0.0)
 
     def stacked(self, value: int) -> tuple[int, float, float, float]:
         """The figures of a value that is stacked for others to be made of: 1, the bytes that wait, less than zero, and
         the operations and seconds of stacking it."""
         return 1, -sum(size for _, _, size in self._waiting.get(value, ())), 0.0, self._stacking[value]
 
-    def useful(self, recomputed: Collection[int]) -> frozenset[int]:
-        """The residuals to recompute, with the stacks that nothing would be made of."""
-        return frozenset({*recomputed, *(self.unread - self.effect(recomputed).kept.keys())})
+    def useful(self, fates: Collection[int]) -> frozenset[int]:
+        """The fates of residuals, with the stacks that nothing would be made of."""
+        return frozenset({*fates, *(self.unread - self.effect(fates).kept.keys())})
 
-    def fresh_sources(self, values: Iterable[int], recomputed: Collection[int]) -> set[int]:
+    def cost(self, fate: int) -> float:
+        """The seconds of one fate alone: those of making a residual again, or of the longer copy of it."""
+        return self.seconds[fate] if fate >= 0 else self.host_sizes[~fate] * self._host_seconds_per_byte
+
+    def fresh_sources(self, values: Iterable[int], fates: Collection[int]) -> set[int]:
         """The residuals that some are made of which nothing late reads otherwise, and theirs."""
         read = {source for use in self._uses for source in (use.value, *use.sources)}
         found, stack = set[int](), [*values]
         while stack:
             fresh = [s for s in self.sources.get(stack.pop(), ()) if s in self._known and s not in read]
-            fresh = [s for s in fresh if s not in found and s not in recomputed]
+            fresh = [s for s in fresh if s not in found and s not in fates and ~s not in fates]
             found.update(fresh)
             stack += fresh
         return found
@@ -241,10 +279,10 @@ class ResidualGraph:
         return found
 
     def _stacking_seconds(self, stack: Stack) -> float:
-        """The seconds of writing a stack and of reading it, which are saved where its slices are made again."""
-        moved = 1 + stacking_bytes(self.program, stack.made) / self.program.values[stack.made].total_bytes
-        times = moved * stack.length(self.program)
-        return times * self._size(stack.made) / self._schedule.problem.prices.hardware.memory_bytes_per_second
+        """The seconds of writing a stack and of reading it, which are saved where its slices are made again. What XLA
+        moves besides, to fill stacks and to copy slices, is not counted on: versions differ."""
+        moved = 2 * self._size(stack.made) * stack.length(self.program)
+        return moved / self._schedule.problem.prices.hardware.memory_bytes_per_second
 
     def _place_of(self, value: int) -> int:
         return self._place[self.program.makers[value].index]

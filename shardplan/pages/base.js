@@ -35,7 +35,16 @@ function time(nanoseconds) {
   if (nanoseconds >= 1e5) return number(nanoseconds / 1e6, 2) + " ms";
   return number(nanoseconds / 1e3, 1) + " µs";
 }
-const percent = (share) => number(100 * share, share < 0.001 && share > 0 ? 4 : 1) + " %";
+function percent(share) {
+  if (share > 0 && share < 1e-6) return "under 0.0001 %";
+  return number(100 * share, share < 0.001 && share > 0 ? 4 : 1) + " %";
+}
+// Round values between two others, about so many.
+function ticks(from, until, count) {
+  const rough = (until - from) / count, power = 10 ** Math.floor(Math.log10(rough)), step = power * [1, 2, 5, 10].find((one) => one * power >= rough), found = [];
+  for (let tick = Math.ceil(from / step); tick * step <= until; tick++) found.push(tick * step);
+  return found;
+}
 const text = (index) => D.texts[index];
 const moduleNames = (index) => D.modules[index].map(text);
 const times = (count) => (count > 1 ? el("span", { class: "times" }, "×" + number(count, 0)) : "");

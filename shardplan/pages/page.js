@@ -195,14 +195,14 @@ function memoryView() {
   const canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": "Memory over the step, by category. Arrow keys move the cursor." });
   const said = el("p", { id: "cursor" }), live = el("div", { class: "scroll" });
   let cursor = MEMORY.peak;
-  const limit = D.head.limit, top = 1.06 * Math.max(MEMORY.total[MEMORY.peak], limit < 4 * MEMORY.total[MEMORY.peak] ? limit : 0) || 1;
+  const compiled = D.memory.compiled || [], highest = compiled.reduce((most, one) => Math.max(most, one[1]), 0);
+  const limit = D.head.limit, top = 1.06 * Math.max(highest, MEMORY.total[MEMORY.peak], limit < 4 * MEMORY.total[MEMORY.peak] ? limit : 0) || 1;
   function draw() {
     const [context, width] = fitted(canvas, height), inner = width - margin - 10, low = height - 22;
     const y = (bytes) => low - (bytes / top) * (low - 8);
     context.clearRect(0, 0, width, height);
     context.fillStyle = colour("--faint");
-    for (let step = 0; step <= 4; step++) {
-      const bytes = (top * step) / 4;
+    for (const bytes of ticks(0, top, 6)) {
       context.fillText(size(bytes), 4, y(bytes) + 4);
       context.fillRect(margin, y(bytes), inner, 0.3);
     }
@@ -219,6 +219,14 @@ function memoryView() {
         context.fillRect(left, y(held + series[place]), right - left, y(held) - y(held + series[place]));
         held += series[place];
       });
+    }
+    if (compiled.length) {
+      context.strokeStyle = colour("--text");
+      context.lineWidth = 1.2;
+      context.beginPath();
+      compiled.forEach(([place, bytes]) => context.lineTo(margin + ((place + 0.5) / MEMORY.count) * inner, y(bytes)));
+      context.stroke();
+      context.lineWidth = 1;
     }
     if (limit <= top) {
       context.strokeStyle = context.fillStyle = colour("--limit");
@@ -258,7 +266,8 @@ function memoryView() {
     if (event.key in steps) { event.preventDefault(); held = true; move(cursor + steps[event.key]); }
   });
   const legend = el("div", { class: "legend" }, D.categories.map((name, category) => MEMORY.series[category].some((bytes) => bytes)
-    ? el("span", {}, el("span", { class: "swatch", style: { background: CATEGORY[category] } }), `${name} ${size(MEMORY.series[category][MEMORY.peak])}`) : null));
+    ? el("span", {}, el("span", { class: "swatch", style: { background: CATEGORY[category] } }), `${name} ${size(MEMORY.series[category][MEMORY.peak])}`) : null),
+    compiled.length ? el("span", { id: "compiled" }, `line: the compiled step, at most ${size(highest)}`) : "");
   redraw = draw;
   setTimeout(draw);
   tell();
@@ -394,6 +403,15 @@ const TIMELINE = D.timeline.lanes.map((lane) => {
   return { ...lane, start, title: lane.axes.length ? "network of " + lane.axes.join(", ") : "compute", busy: lane.length.reduce((sum, one) => sum + one, 0) };
 });
 
+const PHASE_COLOUR = { forward: "#4e79a7", backward: "#b07aa1", recomputed: "#b8860b", update: "#59a14f", program: "#4e79a7" };
+
+// The colours of the lanes: a phase of the work, or a kind of collective.
+function timelineLegend() {
+  const there = new Set(D.operations.kinds.map((kind) => D.phases[kind[PHASE_OF]])), kinds = new Set(COLLECTIVES.map((one) => one.kind));
+  const entries = [...D.phases.filter((phase) => there.has(phase)).map((phase) => [phase, PHASE_COLOUR[phase]]), ...[...kinds].map((kind) => [kind, kindColour(kind)])];
+  return el("div", { class: "legend" }, entries.map(([name, filled]) => el("span", {}, el("span", { class: "swatch", style: { background: filled } }), name)));
+}
+
 // The Trace Event Format, which ui.perfetto.dev reads: a thread per lane, times in microseconds.
 function saveTrace(eventName) {
   const events = TIMELINE.flatMap((lane, thread) => [{ name: "thread_name", ph: "M", pid: 0, tid: thread, args: { name: lane.title } },
@@ -420,7 +438,7 @@ function timelineView() {
     const [context, width] = fitted(canvas, height), inner = width - margin - 6, scale = inner / (until - from);
     context.clearRect(0, 0, width, height);
     context.fillStyle = colour("--faint");
-    for (let tick = 0; tick <= 6; tick++) { const at = from + ((until - from) * tick) / 6, x = margin + (inner * tick) / 6; context.fillText(time(at), Math.min(x, width - 60), 12); context.fillRect(x, 18, 0.5, height); }
+    for (const at of ticks(from, until, 7)) { const x = margin + (at - from) * scale; context.fillText(time(at), Math.min(x, width - 60), 12); context.fillRect(x, 18, 0.5, height); }
     TIMELINE.forEach((lane, number_) => {
       const y = 24 + number_ * row;
       context.fillStyle = colour("--text");
@@ -433,7 +451,7 @@ function timelineView() {
         if (right < drawn + 0.5) continue;
         drawn = Math.max(right, x + 0.5);
         const kind = lane.name[place] >= 0 ? text(lane.name[place]) : null;
-        context.fillStyle = kind ? kindColour(kind) : D.phases[kindOf(lane.operation[place])[PHASE_OF]] === "forward" ? "#4e79a7" : D.phases[kindOf(lane.operation[place])[PHASE_OF]] === "update" ? "#59a14f" : "#b07aa1";
+        context.fillStyle = kind ? kindColour(kind) : PHASE_COLOUR[D.phases[kindOf(lane.operation[place])[PHASE_OF]]];
         context.fillRect(x, y, Math.max(0.5, wide - (wide > 3 ? 0.7 : 0)), row - 8);
         if (wide > 70) { context.fillStyle = "#fff"; context.fillText(clipped(kind || text(kindOf(lane.operation[place])[PRIMITIVE]), wide), x + 3, y + 16); }
       }
@@ -476,7 +494,7 @@ function timelineView() {
   redraw = draw;
   setTimeout(draw);
   return [el("div", { class: "controls" }, el("button", { onclick: () => saveTrace(eventName) }, "Save for Perfetto"), el("button", { onclick: () => zoom(0.6, (from + until) / 2) }, "Zoom in (+)"), el("button", { onclick: () => zoom(1.7, (from + until) / 2) }, "Zoom out (−)"), el("button", { onclick: () => { from = 0; until = end; draw(); } }, "Whole step (0)"),
-    el("span", { class: "faint" }, `${time(end)} by the simulator, with the rates of the hardware profile. The wheel zooms, dragging moves, a click shows the operation.`)), canvas, said];
+    el("span", { class: "faint" }, `${time(end)} by the simulator, with the rates of the hardware profile. The wheel zooms, dragging moves, a click shows the operation.`)), canvas, timelineLegend(), said];
 }
 
 // ---- the page
@@ -511,13 +529,14 @@ function comparison(own) {
 }
 
 function head() {
-  const own = D.head, share = own.peak_bytes / own.limit, recomputed = D.operations.kind.filter((kind) => D.phases[D.operations.kinds[kind][PHASE_OF]] === "recomputed").length;
+  const own = D.head, share = own.peak_bytes / own.limit, recomputed = D.operations.kind.map((kind) => D.operations.kinds[kind]).filter((kind) => D.phases[kind[PHASE_OF]] === "recomputed");
   const figures = [
-    figure("sent per device and step", size(own.communication_bytes), own.gap === null ? "without a bound" : `at most ${number(100 * own.gap, 4)} % above the optimum`),
+    figure("sent per device and step", size(own.communication_bytes), own.above === null ? "without a bound" : `${own.above > 0 && own.above < 1e-6 ? "" : "at most "}${percent(own.above)} above the optimum`),
     figure("peak per device", size(own.peak_bytes), `${own.verified ? "compiled for " + own.verified : "predicted"}, ${percent(share)} of the limit of ${size(own.limit)}`, el("div", { class: "bar" + (share > 1 ? " over" : "") }, el("i", { style: { width: Math.min(100, 100 * share) + "%" } }))),
     figure("step, simulated", time(D.timeline.nanoseconds), `by the planner's model ${time(1e9 * own.seconds.work)} of work, ${time(1e9 * own.seconds.exposed)} exposed`),
     own.repeated === null ? null : figure("repeated work", percent(own.repeated), "of a device's work, since not all devices share it"),
-    recomputed ? figure("recomputed", number(recomputed, 0), "operations, by jax.checkpoint") : null,
+    recomputed.length ? figure("recomputed", number(recomputed.length, 0) + " operations", `${own.recomputed ? "to fit" : "by jax.checkpoint"}, ${time(recomputed.reduce((sum, kind) => sum + kind[SPENT], 0))} of work`) : null,
+    own.blocks.length ? figure("in blocks", own.blocks[0].slice(0, -1).join(" × "), `of ${own.blocks[0].at(-1)}${own.blocks.length > 1 ? `, and ${own.blocks.length - 1} more loops` : ""}`) : null,
     own.host_bytes ? figure("host memory", size(own.host_bytes), "per device") : null,
   ];
   const theme = themeButton(() => { if (redraw) redraw(); });

@@ -9,8 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from shardplan.common.atomic_files import atomic_write
-from shardplan.errors import ArgumentError
+from shardplan.common.atomic_files import write_file
 
 _FOLDER = Path(__file__).parent
 
@@ -33,10 +32,4 @@ def page_text(title: str, data: Mapping[str, Any], program: str = "page") -> str
 
 def write_page(path: str | os.PathLike[str], text: str) -> None:
     """Writes a page, atomically. Raises ArgumentError for a path that cannot be written."""
-    try:
-        with atomic_write(Path(path)) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except (OSError, ValueError) as error:  # ValueError for an invalid path
-        raise ArgumentError(f"cannot write the page to `{path}`: {getattr(error, 'strerror', None) or error}") from None
+    write_file(path, text, "the page")

@@ -6,7 +6,7 @@ with a count. An operation names its operands by the distance to their makers, w
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -50,9 +50,14 @@ class Rows:
         return iter(self.numbers)
 
 
-def page_data(schedule: Schedule, donated: frozenset[int]) -> dict[str, Any]:
-    """The data of a schedule. ``donated`` are the positions of donated inputs."""
-    return _PageData(schedule, donated).document()
+def page_data(schedule: Schedule, donated: frozenset[int], held: Mapping[int, float] | None = None) -> dict[str, Any]:
+    """The data of a schedule. ``donated`` are the positions of donated inputs, ``held`` the bytes that a compiled step
+    holds at each operation."""
+    document = _PageData(schedule, donated).document()
+    if held:
+        places = enumerate(document["memory"]["at"])
+        document["memory"]["compiled"] = [[place, round(held[index])] for place, index in places if index in held]
+    return document
 
 
 class _PageData:

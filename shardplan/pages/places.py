@@ -95,12 +95,13 @@ class _Places:
     def _place(self, operation: Operation) -> Place:
         path, chain = self.paths[operation.index], self.chains[operation.index]
         modules = named_modules(path) or called_modules(chain)
+        again = operation.again or _RECOMPUTED in path
         holder = self.holders.get(operation.region)
         if holder is not None:
             outer = self.place(holder)
             inner = modules if modules[: len(outer.modules)] == outer.modules else outer.modules + modules
-            return Place("recomputed" if _RECOMPUTED in path else outer.phase, inner)
-        if _RECOMPUTED in path:
+            return Place("recomputed" if again else outer.phase, inner)
+        if again:
             return Place("recomputed", modules)
         if "transpose(" in path:
             return Place("backward", modules)

@@ -40,7 +40,7 @@ function sectionCurves(section) {
     const [context, width] = fitted(canvas, height), inner = width - margin - 10, low = height - 8, y = (bytes) => low - (bytes / top) * (low - 8);
     context.clearRect(0, 0, width, height);
     context.fillStyle = colour("--faint");
-    for (let step = 0; step <= 4; step++) { context.fillText(size((top * step) / 4), 4, y((top * step) / 4) + 4); context.fillRect(margin, y((top * step) / 4), inner, 0.3); }
+    for (const bytes of ticks(0, top, 6)) { context.fillText(size(bytes), 4, y(bytes) + 4); context.fillRect(margin, y(bytes), inner, 0.3); }
     context.lineWidth = 1.6;
     section.series.forEach((series, number_) => {
       context.strokeStyle = SIDE[number_];

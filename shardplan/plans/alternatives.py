@@ -166,7 +166,12 @@ def _without(network: Network, variable: int, left: NDArray[np.bool_]) -> Networ
 
 
 def _neighbours(network: Network) -> Tables:
+    """The neighbours of all variables, which the network keeps."""
+    known: Tables | None = network.derived.get(_neighbours)
+    if known is not None and len(known) == len(network):
+        return known
     found: Tables = [[] for _ in network.costs]
+    network.derived[_neighbours] = found
     for u, v, table in network.edges:
         found[u].append((v, network.tables[table]))
         found[v].append((u, network.tables[table].T))

@@ -128,6 +128,7 @@ class BlockedPlans:
             options=self._options,
             fingerprint=self._user.fingerprint(),
             recomputed=own.recomputed,
+            offloaded=own.offloaded,
             blocks=chosen.blocks,
         )
         statistics = {**plan.statistics, "blocks": list(chosen.rows)}

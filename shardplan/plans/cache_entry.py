@@ -27,6 +27,7 @@ from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollecti
 from shardplan.problem.schedule import Schedule
 from shardplan.program.blocks import Blocks
 from shardplan.program.program import Program
+from shardplan.program.recompute import Offloaded
 
 
 class KeptEntries(TypedDict):
@@ -36,6 +37,7 @@ class KeptEntries(TypedDict):
     choices: str
     network: str
     recomputed: tuple[int, ...] | None
+    offloaded: tuple[Offloaded, ...]
     blocks: tuple[Blocks, ...]
     objective: float
     lower_bound: float | None
@@ -58,6 +60,7 @@ def kept_entry(plan: PlanData, remarks: Sequence[bool]) -> dict[str, Any]:
         "choices": " ".join(map(str, plan.recipe.choices)),
         "network": plan.recipe.network,
         "recomputed": plain(plan.recipe.recomputed),
+        "offloaded": [asdict(one) for one in plan.recipe.offloaded],
         "blocks": [asdict(one) for one in plan.recipe.blocks],
         "objective": plan.objective,
         "lower_bound": plan.lower_bound if np.isfinite(plan.lower_bound) else None,
@@ -88,7 +91,7 @@ def restored(
     changed = entry["recomputed"] is not None or bool(entry["blocks"]) or bool(options.blocks)
     own = program.fingerprint() if changed else None
     choices, network = choices_of(entry["choices"]), entry["network"]
-    recipe = Recipe(options, choices, network, own, entry["recomputed"], entry["blocks"])
+    recipe = Recipe(options, choices, network, own, entry["recomputed"], entry["offloaded"], entry["blocks"])
     try:
         planned_program = rewritten(program, recipe, mesh)
     except PlanMismatchError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardplan.common.checks import check_count
 from shardplan.common.tables import size_cell, text_table
 from shardplan.plans.plan_data import PlanData, PlannedCollective
 from shardplan.plans.report import glob_of
@@ -14,6 +15,7 @@ _HEADER = ("collective", "mesh axes", "tensor", "operation", "source", "times", 
 
 def collectives_table(plan: PlanData, limit: int) -> str:
     """The text of ``Plan.table``."""
+    check_count("limit", limit)
     groups: dict[Group, list[PlannedCollective]] = {}
     for collective in plan.collectives:
         groups.setdefault(_group(collective), []).append(collective)

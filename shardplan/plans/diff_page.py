@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from shardplan.pages.sides import Sides
 from shardplan.plans.collectives_table import Group, grouped_collectives
 from shardplan.plans.pipeline import donated_leaves, memory_limit_of
 from shardplan.plans.plan_data import PlanData, PlannedArgument
-from shardplan.plans.report import bytes_on_device, glob_of, mesh_text, objective_text
+from shardplan.plans.report import above_share, bytes_on_device, glob_of, mesh_text, objective_text
 
 Pair = tuple[PlanData, PlanData]
 
@@ -54,7 +53,7 @@ def _add_figures(sides: Sides, plans: Pair) -> None:
     row("mesh", "text", lambda plan: mesh_text(plan.mesh_axes))
     row("sent per device and step", "bytes", lambda plan: plan.communication_bytes)
     row("objective", "text", lambda plan: objective_text(plan, plan.objective))
-    row("above the optimum at most", "percent", lambda plan: plan.gap if math.isfinite(plan.lower_bound) else None)
+    row("above the optimum at most", "percent", lambda plan: above_share(plan.objective, plan.lower_bound))
     row("peak per device", "bytes", lambda plan: float(plan.peak_bytes))
     sides.figure("memory limit", "bytes", *limits)
     if all(plan.built is not None for plan in plans):

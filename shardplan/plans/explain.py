@@ -10,6 +10,7 @@ from math import isfinite, prod
 from typing import Any
 
 from shardplan import _jax, rules
+from shardplan.common.checks import check_seconds
 from shardplan.common.tables import megabytes, size_text
 from shardplan.errors import ArgumentError
 from shardplan.layout.layout import Layout, to_spec
@@ -18,6 +19,7 @@ from shardplan.plans.alternatives import Alternative, alternatives, priced_netwo
 from shardplan.plans.plan_data import PlanData, PlannedCollective
 from shardplan.plans.report import glob_of, objective_text, sizes_text
 from shardplan.problem.strategy import Strategy
+from shardplan.program.operation_kinds import moves_between_memories
 from shardplan.program.program import Constant, Operation, operand_type
 
 _MAX_SUBJECTS = 6
@@ -35,6 +37,9 @@ _MAX_NEAREST = 5
 
 def explain_plan(plan: PlanData, pattern: str, time_limit: float) -> str:
     """The text of ``Plan.explain``. Raises ArgumentError if nothing matches."""
+    if not isinstance(pattern, str):
+        raise ArgumentError(f"explain takes a path, an operation or a source line, got `{pattern!r}`")
+    check_seconds("time_limit", time_limit)
     program = plan.program
     arguments = [i for i in program.inputs if fnmatchcase(program.values[i].name or "", pattern)]
     operations = [] if arguments else [o for o in program.operations if _matches(o, pattern)]
@@ -172,7 +177,18 @@ class Explainer:
         if strategy is None:
             lines.append(("split", ["generated in the layout of each reader"]))
             return _paragraph(_named(operation), lines)
-        if operation.again:
+        if moves_between_memories(self._program, operation):
+            lines.append(
+                (
+                    "copies",
+                    [
+                        "to host memory, to fit or as the step says"
+                        if results[0].memory_kind
+                        else "from host memory, to fit or as the step says"
+                    ],
+                )
+            )
+        elif operation.again:
             lines.append(("again", ["computes in the backward part what the forward part did not keep, to fit"]))
         lines.append(("split", [self._strategy(operation, strategy)]))
         lines.append(("work", [f"shared by {strategy.degree} of {self._mesh.device_count} devices"]))

@@ -194,7 +194,8 @@ class _Rounds:
         assert self._report is not None
         executable = self._report.executable if self._judge.runs else None
         peak = self.rows[-1]["compiled_peak_bytes"]
-        return replace(plan, peak_bytes=peak, statistics=statistics, executable=executable)
+        held = bytes_by_operation(self._report)
+        return replace(plan, peak_bytes=peak, statistics=statistics, executable=executable, held=held)
 
     def _with(self, limit: float, excess: Mapping[int, float]) -> PlanData:
         found = self._replan(replace(_limited(self._options, limit), time_limit=self._left), excess)

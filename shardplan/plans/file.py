@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, replace
@@ -25,7 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from shardplan.common.atomic_files import atomic_write
+from shardplan.common.atomic_files import write_file
+from shardplan.common.checks import check_path
 from shardplan.common.entries import FREE, MalformedError, check, read
 from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.hardware import HardwareProfile, load, profiles
@@ -34,6 +34,7 @@ from shardplan.layout.mesh import mesh_axes, with_auto_axes
 from shardplan.options import Options
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
 from shardplan.program.blocks import Blocks
+from shardplan.program.recompute import Offloaded
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -64,6 +65,7 @@ class OptionEntries(TypedDict):
     compiler_options: Mapping[str, str | bool | float] | None
     fit: tuple[str, ...]
     blocks: Mapping[str, int] | None
+    host_memory: float | None
     results: Mapping[str, PartitionSpec] | None
 
 
@@ -86,6 +88,16 @@ class RecomputedRow(TypedDict):
     count: int
     bytes: float
     flops: float
+    seconds: float
+
+
+class OffloadedRow(TypedDict):
+    """Values of a part of the model that wait in host memory: the bytes of a device, and the seconds that it waits."""
+
+    module: str
+    made_by: str
+    count: int
+    bytes: float
     seconds: float
 
 
@@ -149,6 +161,8 @@ class Statistics(TypedDict):
     refined: NotRequired[tuple[RefinedRow, ...]]
     verified: NotRequired[Verified]
     recomputed: NotRequired[tuple[RecomputedRow, ...]]
+    offloaded: NotRequired[tuple[OffloadedRow, ...]]
+    kept_for_effects: NotRequired[int]
     blocks: NotRequired[tuple[BlocksRow, ...]]
 
 
@@ -166,6 +180,7 @@ class PlanEntries(TypedDict):
     network: str
     choices: str
     recomputed: tuple[int, ...] | None
+    offloaded: tuple[Offloaded, ...]
     blocks: tuple[Blocks, ...]
 
 
@@ -173,7 +188,7 @@ _RESOLVED = ("in_shardings", "out_shardings", "like")
 """Options that become pins and layouts of results after a trace."""
 
 _FORMAT = "shardplan plan"
-_FORMAT_VERSION = 6
+_FORMAT_VERSION = 7
 
 
 def save_plan(plan: PlanData, path: str | PathLike[str]) -> None:
@@ -181,14 +196,7 @@ def save_plan(plan: PlanData, path: str | PathLike[str]) -> None:
 
     Raises ArgumentError for a path that cannot be written.
     """
-    document = document_of(plan)
-    try:
-        with atomic_write(Path(path)) as file:
-            json.dump(document, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-    except (OSError, ValueError) as error:  # ValueError for an invalid path
-        raise ArgumentError(f"cannot write the plan to `{path}`: {getattr(error, 'strerror', None) or error}") from None
+    write_file(path, json.dumps(document_of(plan), indent=1), "the plan")
 
 
 def document_of(plan: PlanData) -> dict[str, Any]:
@@ -204,6 +212,7 @@ def plan_of_document(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | No
 
 def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> PlanData:
     """Reads a plan. Raises PlanMismatchError for a file that cannot be trusted, or for another mesh."""
+    check_path(path)
     return _understood(lambda: _read(path), mesh, path)
 
 
@@ -249,6 +258,7 @@ def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path
             network=entries["network"],
             fingerprint=entries["fingerprint"],
             recomputed=entries["recomputed"],
+            offloaded=entries["offloaded"],
             blocks=entries["blocks"],
         ),
         built=None,
@@ -311,6 +321,7 @@ def _content(plan: PlanData) -> dict[str, Any]:
         "network": plan.recipe.network,
         "choices": " ".join(map(str, plan.recipe.choices)),
         "recomputed": plain(plan.recipe.recomputed),
+        "offloaded": [asdict(one) for one in plan.recipe.offloaded],
         "blocks": [asdict(one) for one in plan.recipe.blocks],
     }
 

@@ -17,7 +17,7 @@ from typing import Protocol
 from jax.sharding import AbstractMesh, Mesh
 
 from shardplan.errors import InfeasibleError
-from shardplan.options import Options
+from shardplan.options import HOST, Options
 from shardplan.plans.blocked_plan import BlockedPlans
 from shardplan.plans.pipeline import check_arguments, memory_limit_of, plan_program
 from shardplan.plans.plan_data import PlanData
@@ -42,6 +42,9 @@ MEANS: Mapping[str, Callable[[Program, PlanData, Options, Stopwatch], FittingPla
 )
 """What may make a step fit where no layout does, by the word of the option ``fit``. Each is made of the plan without a
 limit."""
+
+_WORDS = MappingProxyType({"recompute": {"recompute", HOST}, "blocks": {"blocks"}})
+"""The words that ask for each: what waits on the host is chosen with what is computed again."""
 
 _BOTH = "blocks of what is recomputed"
 
@@ -95,13 +98,14 @@ class Fitting:
         shortest = (1 + _FEW_SECONDS) * _seconds(self._free)
         for word in MEANS:
             enough = found and (watch.left <= 0 or _seconds(found[0]) <= shortest)
-            if word in options.fit and not enough:
+            if not _WORDS[word].isdisjoint(options.fit) and not enough:
                 try:
                     found.append(self._by(word, self._free, options, watch).within(limit, watch))
                 except InfeasibleError as error:
                     refused.append(error)
         recomputed = self._means.get("recompute")
-        if isinstance(recomputed, RecomputedPlans) and "blocks" in options.fit and not found and watch.left > 0:
+        both = {"recompute", "blocks"}.issubset(options.fit)
+        if isinstance(recomputed, RecomputedPlans) and both and not found and watch.left > 0:
             try:
                 found.append(self._by(_BOTH, recomputed.for_blocks(watch), options, watch).within(limit, watch))
             except InfeasibleError as error:

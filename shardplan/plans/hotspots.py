@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardplan import _jax
+from shardplan.common.checks import check_count
 from shardplan.layout.layout import to_spec
 from shardplan.plans.alternatives import priced_network, without_transition
 from shardplan.plans.plan_data import PlanData
@@ -40,6 +41,7 @@ class _End:
 
 def hotspots_text(plan: PlanData, count: int) -> str:
     """The text of ``Plan.hotspots``."""
+    check_count("count", count)
     network, choices = priced_network(plan), plan.recipe.choices
     costs = np.array([network.tables[table][choices[u], choices[v]] for u, v, table in network.edges])
     described = _Described(plan)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile
 from shardplan.layout.layout import axes_of
 from shardplan.options import Options
@@ -20,17 +21,7 @@ from shardplan.plans.page_reasons import reasons
 from shardplan.plans.pipeline import donated_leaves, memory_limit_of, remarks_on_layouts, remarks_on_operations
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.repeated_work_report import repeated_text
-from shardplan.plans.report import (
-    donating_text,
-    evidence,
-    links_text,
-    memory_text,
-    mesh_text,
-    objective_text,
-    pins_text,
-    results_text,
-    time_text,
-)
+from shardplan.plans.report import LINE_TEXTS, above_share, evidence, mesh_text, objective_text
 
 STEP = "step"
 """The entry of a plan's statistics with the name of its step on the command line."""
@@ -57,16 +48,22 @@ class Compared(Protocol):
 
 def plan_page(plan: PlanData, comparison: Iterable[Compared] | None = None) -> str:
     """The page of a plan. Raises PlanMismatchError for a plan without its program."""
-    schedule = plan.schedule
-    data = page_data(schedule, donated_leaves(plan.program, plan.donated))
+    schedule, compared = plan.schedule, _rows_of(comparison)
+    data = page_data(schedule, donated_leaves(plan.program, plan.donated), plan.held)
     title = f"{plan.program.name} over mesh ({mesh_text(plan.mesh_axes)})"
-    compared = [
-        [row.method, *map(_finite, (row.communication_bytes, row.peak_bytes, row.simulated_seconds)), row.note]
-        for row in comparison or ()
-    ]
     head = {**plan_head(plan, bool(compared)), "comparison": compared}
     why = reasons(plan, data["collectives"], data["operations"]["kind"])
     return page_text(title, {"head": head, "why": why, **data})
+
+
+def _rows_of(comparison: Iterable[Compared] | None) -> list[list[Any]]:
+    try:
+        return [
+            [row.method, *map(_finite, (row.communication_bytes, row.peak_bytes, row.simulated_seconds)), row.note]
+            for row in comparison or ()
+        ]
+    except (TypeError, AttributeError):
+        raise ArgumentError(f"`comparison` is a result of shardplan.compare, got `{comparison!r}`") from None
 
 
 def notebook_page(plan: PlanData) -> str:
@@ -85,7 +82,6 @@ def _finite(value: float) -> float | None:
 def plan_head(plan: PlanData, compared: bool = False) -> dict[str, Any]:
     """The figures, texts and warnings above the page's tabs."""
     options, repeated, step = plan.recipe.options, plan.statistics.get("repeated"), plan.step_time
-    said = (links_text, time_text, pins_text, results_text, memory_text, donating_text)
     return {
         "communication_bytes": plan.communication_bytes,
         "peak_bytes": float(plan.peak_bytes),
@@ -93,10 +89,12 @@ def plan_head(plan: PlanData, compared: bool = False) -> dict[str, Any]:
         "verified": None if plan.verified is None else str(plan.verified["target"]),
         "host_bytes": float(plan.host_bytes),
         "objective": objective_text(plan, plan.objective),
-        "gap": plan.gap if math.isfinite(plan.lower_bound) else None,
+        "above": above_share(plan.objective, plan.lower_bound),
         "repeated": None if repeated is None else float(repeated["share"]),
+        "recomputed": bool(plan.recomputed),
+        "blocks": [[*map(int, row["count"]), str(row["index"])] for row in plan.blocks],
         "seconds": {"work": step.work, "exposed": step.exposed, "hidden": step.hidden},
-        "texts": [text for text in (evidence(plan) + repeated_text(plan), *(one(plan) for one in said)) if text],
+        "texts": [text for text in (evidence(plan) + repeated_text(plan), *(one(plan) for one in LINE_TEXTS)) if text],
         "warnings": [
             *remarks_on_operations(plan.schedule),
             *remarks_on_layouts(plan.program, plan.mesh, options.pins),

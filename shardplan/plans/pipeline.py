@@ -25,7 +25,7 @@ from shardplan.optimize.repeated_work import repeated_work
 from shardplan.optimize.searches import SEARCHES
 from shardplan.optimize.solve_once import FoundSchedule, Search
 from shardplan.optimize.step_time_objective import LEAST_SHARE
-from shardplan.options import Options, as_positions
+from shardplan.options import HOST, Options, as_positions
 from shardplan.plans.blocks_by_hand import blocks_by_hand
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
 from shardplan.problem.cost_network import Problem
@@ -190,9 +190,11 @@ def rewritten(program: Program, recipe: Recipe, mesh: Mesh | AbstractMesh) -> Pr
     """
     program = asked_for(program, recipe.options, mesh)
     if recipe.recomputed is not None:
-        if not {*recipe.recomputed} <= recomputable(program):
+        gone = {*recipe.recomputed, *(one.value for one in recipe.offloaded)}
+        stages = {value for one in recipe.offloaded for value in (one.away, one.back)}
+        if not (gone <= recomputable(program) and stages <= program.makers.keys()):
             raise PlanMismatchError("the plan computes other values again than the program has: plan again")
-        program = recomputing(program, frozenset(recipe.recomputed))
+        program = recomputing(program, frozenset(recipe.recomputed), recipe.offloaded)
     for blocks in recipe.blocks:
         known = all(0 <= v < len(program.values) and 0 <= d < len(program.values[v].shape) for v, d in blocks.seeds)
         if not known or len(blocks.counts) != len(blocks.seeds) or min(blocks.counts, default=0) < 1:
@@ -258,6 +260,14 @@ def memory_limit_of(options: Options) -> float:
     """The memory limit of one device: the user's, or the hardware's memory without the reserve."""
     memory_bytes = load(options.hardware or DEFAULT_HARDWARE).memory_bytes
     return options.memory_limit or memory_bytes * (1 - RESERVED_MEMORY)
+
+
+def host_memory_of(options: Options) -> float:
+    """The host memory for values that wait there: none where they may not, else the user's, or as much as a device
+    has."""
+    if HOST not in options.fit:
+        return 0.0
+    return float(options.host_memory or load(options.hardware or DEFAULT_HARDWARE).memory_bytes)
 
 
 def check_arguments(problem: Problem, limit: float) -> None:

@@ -26,6 +26,7 @@ from shardplan.program.blocks import Blocks
 from shardplan.program.call_arguments import type_text
 from shardplan.program.missing_libraries import check_libraries
 from shardplan.program.program import Program
+from shardplan.program.recompute import Offloaded
 from shardplan.timing.step_time import StepTime, step_time
 
 
@@ -83,6 +84,8 @@ class Recipe:
     recomputed: tuple[int, ...] | None = None
     """The values of the user's own program that are computed again (`shardplan.program.recompute`), None where it is
     planned as it is."""
+    offloaded: tuple[Offloaded, ...] = ()
+    """Those that wait in host memory."""
     blocks: tuple[Blocks, ...] = ()
     """What runs in blocks to fit, one rewriting after another, of the program that computes these values again."""
 
@@ -123,6 +126,8 @@ class PlanData:
     host_bytes: float = 0.0
     executable: jax.stages.Compiled | None = field(default=None, repr=False)
     """The compiled step of a plan that was verified on the devices of its mesh."""
+    held: Mapping[int, float] = field(default_factory=dict, repr=False)
+    """The bytes that the compiled step of a verified plan holds at each operation. Files do not have them."""
     unlimited: PlanData | None = field(default=None, repr=False)
     """While planning: the plan without a limit, where that exceeds it."""
 
@@ -139,6 +144,14 @@ class PlanData:
         ``count``: of the values; ``bytes``: of a device that no longer wait for the backward part; ``flops`` and
         ``seconds``: that a device works longer, by the hardware profile. Nothing where the step fits as it is."""
         return tuple(self.statistics.get("recomputed", ()))
+
+    @property
+    def offloaded(self) -> tuple[Mapping[str, Any], ...]:
+        """What waits in host memory to fit, a row for each ``module`` and primitive (``made_by``).
+
+        ``count``: of the values; ``bytes``: of a device that wait there, and not in its memory; ``seconds``: that a
+        device waits for the copies, by the hardware profile."""
+        return tuple(self.statistics.get("offloaded", ()))
 
     @property
     def blocks(self) -> tuple[Mapping[str, Any], ...]:

@@ -83,6 +83,7 @@ def resolved_call(call: Call, mesh: GivenMesh, options: Options, typed: bool) ->
         donate_argnums=call.donated_positions,
         donate_argnames=call.donated_names or None,
     )
+    resolved.check_host()  # the hardware is known now
     return _trace(call, resolved, mesh)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from shardplan import _jax
+from shardplan.common.checks import check_function
 from shardplan.frameworks import adapt_call
 from shardplan.plans.explicit_types import axis_types_of
 from shardplan.plans.pipeline import rebuild
@@ -25,6 +26,7 @@ class PlannedFunction:
     """
 
     def __init__(self, fn: Callable[..., Any], plan: PlanData) -> None:
+        check_function("fn", fn)
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._plan = fn, plan
         self._calls = calls_of(fn, plan.recipe.options)

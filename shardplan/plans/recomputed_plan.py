@@ -1,4 +1,4 @@
-"""Plans of a program that computes some of its residuals again.
+"""Plans of a program that computes some of its residuals again, and has others wait in host memory.
 
 The plan without a limit says what the program holds over time. Residuals are chosen by that, and the rewritten program
 keeps the layouts of that plan: its own peak says how far off the choice was, and it is counted in the time of a
@@ -7,7 +7,7 @@ fraction of a search. One of the rewritten programs is searched for better layou
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,25 +18,26 @@ from shardplan.errors import InfeasibleError
 from shardplan.memory import lifetimes_of
 from shardplan.optimize.carried_over import carried_over
 from shardplan.optimize.checkpoint_policies import POLICIES
-from shardplan.optimize.choose_recomputed import choose_recomputed
+from shardplan.optimize.choose_recomputed import Fates, choose_recomputed
+from shardplan.optimize.host_lane import Copied
 from shardplan.optimize.residual_graph import ResidualGraph
 from shardplan.optimize.solve_once import ACCEPTABLE_GAP, Choices, FoundSchedule, Search
 from shardplan.optimize.step_time_objective import LEAST_SHARE
 from shardplan.optimize.within_memory import search_within
 from shardplan.options import Options
-from shardplan.plans.pipeline import build_problem, donated_leaves, plan_of
+from shardplan.plans.pipeline import build_problem, donated_leaves, host_memory_of, plan_of
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.report import glob_of
 from shardplan.plans.stopwatch import Stopwatch
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule
 from shardplan.program.program import Program
-from shardplan.program.recompute import origins, recomputable, recomputing, stackable
+from shardplan.program.recompute import Offloaded, kept_for_effects, origins, recomputable, recomputing, stackable
 from shardplan.search import Solution, descents
 from shardplan.timing.step_time import memory_traffic, step_time
 
 _MOST_CHOICES = 6
-"""Choices of what is recomputed for one limit. Each aims at what the one before has missed."""
+"""Choices of fates for one limit. Each aims at what the one before has missed."""
 
 _LEAST_CHOICES = 3
 """As many are made where none before has kept within the limit, also after the time limit."""
@@ -56,7 +57,7 @@ _SUMS = ("count", "bytes", "flops", "seconds")
 
 @dataclass(frozen=True, slots=True)
 class _Rewritten:
-    """A program that recomputes the chosen residuals, with a schedule; ``seconds``: of what that adds, and of what is
+    """A program with the chosen fates of residuals, with a schedule; ``seconds``: of what that adds, and of what is
     sent."""
 
     chosen: frozenset[int]
@@ -69,13 +70,15 @@ class _Rewritten:
 
 
 class RecomputedPlans:
-    """Plans of one program that computes residuals again, for one limit after another.
+    """Plans of one program that computes residuals again, or has them wait on the host, for one limit after another.
 
     ``free`` is the plan of the program without a limit."""
 
     def __init__(self, program: Program, free: PlanData, options: Options, watch: Stopwatch) -> None:
         self._program, self._free, self._options, self._mesh = program, free, options, free.mesh
         self._donated = donated_leaves(program, free.donated)
+        fates = Fates("recompute" in options.fit, max(0.0, host_memory_of(options) - free.host_bytes))
+        self._fates = [fates] if not (fates.recompute and fates.host_bytes) else [Fates(), fates]
         self._tried: dict[frozenset[int], _Rewritten] = {}
         self._stackable = stackable(program)
         released = self._stated(self._stackable, watch)  # nothing is recomputed, gradients are released
@@ -87,16 +90,20 @@ class RecomputedPlans:
 
     def within(self, limit: float, watch: Stopwatch) -> PlanData:
         """The plan within a limit that adds the least work. Raises InfeasibleError where none is found."""
-        best = self._best_for(limit, watch)
-        if best is not None:
+        fitting = [best for fates in self._fates if (best := self._best_for(limit, fates, watch)) is not None]
+        if fitting:
+            best = min(fitting, key=lambda one: one.seconds)
             return self._reported(self._improved(best, limit, watch), watch)
         leanest = min(self._tried.values(), key=lambda one: one.peak_bytes)
         try:
             return self._reported(self._searched(leanest, limit, watch), watch)
         except InfeasibleError as error:
             least = min(error.least_peak_bytes, leanest.peak_bytes)
-            said = f"That is with {len(leanest.chosen)} values computed again, as many as save memory."
-            raise InfeasibleError(f"{error} {said}", least) from None
+            again, on_host = len(self._again(leanest.chosen)), sum(fate < 0 for fate in leanest.chosen)
+            counts = [f"{again} values computed again"] if self._fates[0].recompute else []
+            counts += [f"{on_host} values in host memory"] if on_host or not counts else []
+            said = f"{error} That is with {' and '.join(counts)}, as many as save memory."
+            raise InfeasibleError(said, least) from None
 
     def for_blocks(self, watch: Stopwatch) -> PlanData:
         """The plan that computes the largest residuals again, as those of attention: what is made of them late is then
@@ -111,14 +118,14 @@ class RecomputedPlans:
 
     # ---- what is recomputed
 
-    def _best_for(self, limit: float, watch: Stopwatch) -> _Rewritten | None:
+    def _best_for(self, limit: float, fates: Fates, watch: Stopwatch) -> _Rewritten | None:
         """The best program that fits: what is chosen for the limit, then for as much less or more as was missed."""
         target, seen, missed = limit, [frozenset[int]()], np.inf
         for number in range(_MOST_CHOICES):
             best = self._best_of(seen, limit)
             if watch.left <= 0 and (best is not None or number >= _LEAST_CHOICES):
                 break
-            chosen = self._choice(target)
+            chosen = self._choice(target, fates)
             if chosen in seen:
                 if best is not None:
                     break
@@ -132,27 +139,41 @@ class RecomputedPlans:
             if excess <= 0 and (missed < np.inf or found.peak_bytes >= _NEAR * limit):
                 break
             if excess > missed / 2:  # the estimate is off by more than it says: half-way to the most
-                most = self._graph.estimate(choose_recomputed(self._graph, 0.0))[0].max()
+                most = self._graph.estimate(self._choice(0.0, fates))[0].max()
                 target = (target + most) / 2
             else:
                 target -= excess
             missed = excess if excess > 0 else missed
         if self._best_of(seen, limit) is None:  # as many as save memory
-            seen.append(self._choice(0.0))
+            seen.append(self._choice(0.0, fates))
             self._rewritten(seen[-1], watch)
         return self._best_of(seen, limit)
 
-    def _choice(self, target: float) -> frozenset[int]:
+    def _choice(self, target: float, fates: Fates) -> frozenset[int]:
         """What is chosen for a limit, of what can be made again in the program as it is: barriers of the released
         program may move the border between its parts."""
-        return self._in_program(choose_recomputed(self._graph, target))
+        return self._in_program(choose_recomputed(self._graph, target, fates))
 
     def _in_program(self, chosen: frozenset[int]) -> frozenset[int]:
-        """What the program recomputes, and stacks besides, for a choice in the graph, where it stacks all it could."""
-        return (chosen & recomputable(self._program)) ^ self._stackable
+        """What the program recomputes, stacks besides, and has wait on the host, for a choice in the graph, where it
+        stacks all it could."""
+        known = recomputable(self._program)
+        found = frozenset(fate for fate in chosen if max(fate, ~fate) in known)
+        return found ^ self._stackable
 
     def _in_graph(self, chosen: frozenset[int]) -> frozenset[int]:
         return chosen ^ self._stackable
+
+    @staticmethod
+    def _again(chosen: Collection[int]) -> frozenset[int]:
+        return frozenset(fate for fate in chosen if fate >= 0)
+
+    def _copies(self, chosen: frozenset[int]) -> Mapping[int, Copied]:
+        """The copies of what waits in host memory, by value."""
+        return self._graph.copies(self._in_graph(chosen)) if any(fate < 0 for fate in chosen) else {}
+
+    def _offloaded(self, chosen: frozenset[int]) -> tuple[Offloaded, ...]:
+        return tuple(one.offloaded for _, one in sorted(self._copies(chosen).items()))
 
     def _best_of(self, chosen: Collection[frozenset[int]], limit: float) -> _Rewritten | None:
         fitting = [one for one in map(self._tried.__getitem__, chosen) if one.peak_bytes <= limit]
@@ -161,9 +182,9 @@ class RecomputedPlans:
     # ---- schedules of what is chosen
 
     def _rewritten(self, chosen: frozenset[int], watch: Stopwatch) -> _Rewritten:
-        """The program with what is chosen recomputed, in the layouts of the plan without a limit."""
+        """The program with what is chosen, in the layouts of the plan without a limit."""
         if chosen not in self._tried:
-            set_stage(f"planning with {len(chosen)} values recomputed")
+            set_stage(f"planning with {len(chosen)} values recomputed or in host memory")
             self._tried[chosen] = self._priced(chosen, self._stated(chosen, watch))
         return self._tried[chosen]
 
@@ -171,11 +192,12 @@ class RecomputedPlans:
         with watch.states():
             free = self._free.schedule.problem
             share = LEAST_SHARE if free.prices.share is None else free.prices.share
-            rewritten = recomputing(self._program, chosen)
+            fates = self._again(chosen), self._offloaded(chosen)
+            rewritten = recomputing(self._program, *fates)
             problem = build_problem(rewritten, self._mesh, self._options, share, like=free)
             if free.traffic and not problem.traffic:
                 problem.traffic = memory_traffic(problem)
-        return self._counted(problem, carried_over(self._free.schedule, problem, origins(self._program, chosen)))
+        return self._counted(problem, carried_over(self._free.schedule, problem, origins(self._program, *fates)))
 
     def _counted(self, problem: Problem, choices: Choices) -> FoundSchedule:
         """Some choices with their peak; their cost is not known yet."""
@@ -198,7 +220,15 @@ class RecomputedPlans:
             cost = begun.found.schedule.problem.network.cost(begun.found.solution.choices)
         if watch.left <= 0 or cost <= (1 + ACCEPTABLE_GAP) * self._free.lower_bound:
             return begun
-        return self._searched(begun, limit, watch)
+        found = self._searched(begun, limit, watch)
+        room = self._fates[-1].host_bytes  # other layouts may need more of it
+        return found if sum(self._host_sizes(found).values()) <= room else begun
+
+    def _host_sizes(self, one: _Rewritten) -> dict[int, float]:
+        """The bytes of a device of what waits in host memory, by value."""
+        layouts, problem = one.found.schedule.assignment.values, one.found.schedule.problem
+        sizes = {value: self._graph.program.values[value].stored_bytes for value in self._copies(one.chosen)}
+        return {value: size / problem.domain(value).parts[layouts[value]] for value, size in sizes.items()}
 
     def _searched(self, begun: _Rewritten, limit: float, watch: Stopwatch) -> _Rewritten:
         """The result of a search within the limit. Raises InfeasibleError where nothing is found."""
@@ -219,7 +249,7 @@ class RecomputedPlans:
     # ---- what the plan says
 
     def _reported(self, chosen: _Rewritten, watch: Stopwatch) -> PlanData:
-        """The plan with the bound of the program as it was, and what it recomputes."""
+        """The plan with the bound of the program as it was, and the fates of its residuals."""
         found, free = _with_cost(chosen.found), self._free
         if found.schedule.problem.prices.counts_time:
             solution = replace(found.solution, cost=step_time(found.schedule).seconds)
@@ -228,27 +258,36 @@ class RecomputedPlans:
         found = replace(found, solution=replace(found.solution, lower_bound=bound))
         seconds = {"build": watch.stating, "search": watch.spent}
         plan = plan_of(found, self._mesh, self._options, seconds)
-        recomputed, rewritten = tuple(sorted(chosen.chosen)), recomputing(self._program, chosen.chosen)
+        again, offloaded = self._again(chosen.chosen), self._offloaded(chosen.chosen)
+        rewritten = recomputing(self._program, again, offloaded)
         if len(rewritten.operations) == len(self._program.operations):  # there is nothing to release either
             return plan
-        recipe = replace(plan.recipe, fingerprint=self._program.fingerprint(), recomputed=recomputed)
-        return replace(plan, recipe=recipe, statistics={**plan.statistics, "recomputed": self._rows(recomputed)})
+        fingerprint, recomputed = self._program.fingerprint(), tuple(sorted(again))
+        recipe = replace(plan.recipe, fingerprint=fingerprint, recomputed=recomputed, offloaded=offloaded)
+        sizes, copies = self._host_sizes(chosen), self._copies(chosen.chosen)
+        waiting = {v: {"count": 1, "bytes": size, "seconds": copies[v].seconds} for v, size in sizes.items()}
+        kept = len(kept_for_effects(self._program))
+        rows = {"recomputed": self._rows(self._work(again)), "offloaded": self._rows(waiting), "kept_for_effects": kept}
+        return replace(plan, recipe=recipe, statistics={**plan.statistics, **rows})
 
-    def _rows(self, recomputed: Collection[int]) -> list[dict[str, object]]:
-        """What is recomputed by module and primitive: bytes of a device that wait no longer, and work that is added.
-
-        What is stacked for it has rows too, with bytes below zero."""
-        rows: dict[tuple[str, str], dict[str, float]] = {}
-        graph, chosen = self._graph, self._in_graph(frozenset(recomputed))
+    def _work(self, recomputed: frozenset[int]) -> dict[int, dict[str, float]]:
+        """The figures of what is recomputed: bytes of a device that wait no longer, and work that is added. What is
+        stacked for it has some too, with bytes below zero."""
+        graph, chosen = self._graph, self._in_graph(recomputed)
         again = graph.effect(chosen).first
         figures = {v: graph.figures(v, chosen) for v in sorted(chosen) if v in again or v not in self._stackable}
         figures |= {value: graph.stacked(value) for value in sorted(self._stackable - chosen)}
+        return {value: dict(zip(_SUMS, amounts, strict=True)) for value, amounts in figures.items()}
+
+    def _rows(self, figures: Mapping[int, Mapping[str, float]]) -> list[dict[str, object]]:
+        """Figures of values, summed by module and primitive."""
+        rows: dict[tuple[str, str], dict[str, float]] = {}
         for value, amounts in figures.items():
-            stack = graph.stacks.get(value)
-            maker = graph.program.makers[value if stack is None else stack.made]
+            stack = self._graph.stacks.get(value)
+            maker = self._graph.program.makers[value if stack is None else stack.made]
             place = glob_of("/".join(["", *_jax.module_path(maker.equation).split("/")])).lstrip("/")
-            row = rows.setdefault((place or maker.source, maker.primitive.name), dict.fromkeys(_SUMS, 0.0))
-            for name, amount in zip(_SUMS, amounts, strict=True):
+            row = rows.setdefault((place or maker.source, maker.primitive.name), dict.fromkeys(amounts, 0.0))
+            for name, amount in amounts.items():
                 row[name] += amount
         return [{"module": m, "made_by": p, **row, "count": int(row["count"])} for (m, p), row in rows.items()]
 

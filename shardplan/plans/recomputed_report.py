@@ -1,6 +1,9 @@
-"""What a plan says of the values that it computes again."""
+"""What a plan says of the values that it computes again, and of those that wait in host memory."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shardplan.common.tables import size_text
 from shardplan.plans.plan_data import PlanData
@@ -14,15 +17,34 @@ def recomputed_text(plan: PlanData) -> str:
     if plan.recipe.recomputed is None:
         return ""
     rows = plan.recomputed
+    if not rows and plan.offloaded:
+        return ""
     if not rows:
         return "to fit, gradients of weights are computed before the backward part goes on"
-    count, freed = sum(row["count"] for row in rows), sum(row["bytes"] for row in rows)
-    seconds = sum(row["seconds"] for row in rows)
+    count, freed, seconds = (sum(row[name] for row in rows) for name in ("count", "bytes", "seconds"))
+    effects = plan.statistics.get("kept_for_effects", 0)
+    kept = f"; {effects} are kept, since what makes them has effects" if effects else ""
+    return (
+        f"to fit, {count} values are computed again: {size_text(freed)} per device wait no longer, for "
+        f"{1e3 * seconds:,.3f} ms of work; most in {_most(rows)}{kept}"
+    )
+
+
+def offloaded_text(plan: PlanData) -> str:
+    """One line: how many values wait in host memory, what that frees, how long a device waits, and where most of it
+    is."""
+    rows = plan.offloaded
+    if not rows:
+        return ""
+    count, freed, seconds = (sum(row[name] for row in rows) for name in ("count", "bytes", "seconds"))
+    return (
+        f"to fit, {count} values wait in host memory: {size_text(freed)} per device, copied while kernels run but for "
+        f"{1e3 * seconds:,.3f} ms; most in {_most(rows)}"
+    )
+
+
+def _most(rows: Sequence[Mapping[str, Any]]) -> str:
     saved: dict[str, float] = {}
     for row in rows:
         saved[row["module"]] = saved.get(row["module"], 0.0) + row["bytes"]
-    most = ", ".join(f"`{module}`" for module in sorted(saved, key=lambda one: -saved[one])[:_MODULES])
-    return (
-        f"to fit, {count} values are computed again: {size_text(freed)} per device wait no longer, for "
-        f"{1e3 * seconds:,.3f} ms of work; most in {most}"
-    )
+    return ", ".join(f"`{module}`" for module in sorted(saved, key=lambda one: -saved[one])[:_MODULES])

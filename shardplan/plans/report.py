@@ -25,7 +25,7 @@ from shardplan.layout.layout import axes_of
 from shardplan.layout.objectives import OBJECTIVES
 from shardplan.plans.blocks_report import blocks_text
 from shardplan.plans.plan_data import PlanData, PlannedArgument
-from shardplan.plans.recomputed_report import recomputed_text
+from shardplan.plans.recomputed_report import offloaded_text, recomputed_text
 from shardplan.plans.repeated_work_report import repeated_text
 
 _MAX_ROWS = 40
@@ -161,10 +161,15 @@ def above_text(objective: float, lower_bound: float) -> str:
     >>> above_text(1.5, 1.0), above_text(1.0, 0.0)
     ('at most 50.0000 % above the optimum of the cost model', 'above a bound of 0')
     """
-    if lower_bound <= 0 < objective:
-        return "above a bound of 0"
-    above = (objective - lower_bound) / lower_bound if objective > lower_bound else 0.0
-    return f"at most {100 * above:.4f} % above the optimum of the cost model"
+    above = above_share(objective, lower_bound)
+    return "above a bound of 0" if above is None else f"at most {100 * above:.4f} % above the optimum of the cost model"
+
+
+def above_share(objective: float, lower_bound: float) -> float | None:
+    """The same as a number. None for a bound of 0, and without one."""
+    if objective <= lower_bound:
+        return 0.0
+    return (objective - lower_bound) / lower_bound if 0 < lower_bound < math.inf else None
 
 
 def evidence(plan: PlanData) -> str:
@@ -262,6 +267,7 @@ def plan_record(plan: PlanData) -> dict[str, Any]:
         "host_bytes": float(plan.host_bytes),
         "verified": plan.verified,
         "recomputed": list(plan.recomputed),
+        "offloaded": list(plan.offloaded),
         "blocks": list(plan.blocks),
         **_time_record(plan),
         "collectives": [
@@ -333,13 +339,14 @@ def donating_text(plan: PlanData) -> str:
     return f"{' and '.join(said)} would save up to {size}: results replace what comes in there"
 
 
-_LINE_TEXTS = (
+LINE_TEXTS = (
     links_text,
     time_text,
     pins_text,
     results_text,
     memory_text,
     recomputed_text,
+    offloaded_text,
     blocks_text,
     donating_text,
 )
@@ -351,7 +358,7 @@ def plan_text(plan: PlanData) -> str:
     lines = [
         f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices{repeated_text(plan)}",
         f"  {evidence(plan)}",
-        *(f"  {text}" for text in (said(plan) for said in _LINE_TEXTS) if text),
+        *(f"  {text}" for text in (said(plan) for said in LINE_TEXTS) if text),
         *(
             []
             if "meshes" not in plan.statistics
@@ -380,7 +387,7 @@ def plan_html(plan: PlanData) -> str:
         if group.shape
     )
     title = f"<b>Plan over mesh ({html.escape(mesh_text(plan.mesh_axes))})</b>{html.escape(repeated_text(plan))}"
-    said = "<br>".join(html.escape(text) for text in (one(plan) for one in _LINE_TEXTS) if text)
+    said = "<br>".join(html.escape(text) for text in (one(plan) for one in LINE_TEXTS) if text)
     return (
         f"<div>{title}<br>{html.escape(evidence(plan))}<br>{said}"
         f"{html_table(_TRAFFIC_HEADER, _traffic_rows(plan), numbers=(2, 3))}"

@@ -185,6 +185,8 @@ class _Named:
 
 def _names_by_path(names: Any) -> Iterator[tuple[str, PartitionSpec]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(names, is_leaf=lambda one: isinstance(one, PartitionSpec)):
+        if not isinstance(leaf, PartitionSpec):
+            raise ArgumentError(f"`names` is a tree with a PartitionSpec of names at each leaf, got `{leaf!r}`")
         yield path_name(path), leaf
 
 

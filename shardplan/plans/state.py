@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardplan import _jax
+from shardplan.common.checks import check_function
 from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.options import Options
 from shardplan.plans.argument_placement import placed
@@ -63,6 +64,7 @@ def place(plan: PlanData, tree: Any, argument: int | str | None = None) -> Any:
 
 def init(plan: PlanData, fn: Callable[..., Any], args: tuple[Any, ...], argument: int | str | None = None) -> Any:
     """The result of a function, computed in its planned layout, without a whole copy on any device."""
+    check_function("init_fn", fn)
     shapes = jax.eval_shape(fn, *args)
     found = _part_like(plan, jax.tree.map(_shape_of, shapes), argument)
     if found is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from shardplan.common.checks import check_function
 from shardplan.common.tables import size_text
 from shardplan.compiled.program import measure
 from shardplan.compiled.rematerialization import caught_rematerializations
@@ -143,6 +144,10 @@ def sharded(mesh, *arguments):
 
 def python_text(plan: PlanData, fn: Callable[..., Any] | None, target: str, whole: bool | None) -> str:
     """The text of ``Plan.to_python``."""
+    if fn is not None:
+        check_function("fn", fn)
+    if whole not in (None, True, False):
+        raise ArgumentError(f"`whole` is True, False or None, got `{whole!r}`")
     _check(plan)
     if fn is None and not whole:
         evidence = "What XLA sends with these layouts was not checked: plan.to_python(fn) compiles it."

@@ -21,6 +21,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from shardplan import _jax
 from shardplan.problem.schedule import Schedule
 
 
@@ -28,7 +29,7 @@ def host_bytes(schedule: Schedule, donated: Collection[int]) -> float:
     """Bytes of host memory for one device at the peak. ``donated`` are positions of inputs whose memory results may
     take.
 
-    A loop's carry and result are one tensor. A stack is live from the loop's start.
+    A loop's carry and result are one tensor, and so is what passes a barrier. A stack is live from the loop's start.
     """
     program, layouts = schedule.program, schedule.assignment.values
     on_host = {value.index for value in program.values if value.memory_kind is not None}
@@ -39,8 +40,12 @@ def host_bytes(schedule: Schedule, donated: Collection[int]) -> float:
     within = {link.source for one in links for link in one.inside}  # in the memory of carries, stacks and results
     first, last = dict[int, int](), dict[int, int]()
     for operation in program.operations:
+        barrier = operation.primitive is _jax.optimization_barrier
+        if barrier:
+            passed = zip(operation.results, operation.operands, strict=True)
+            same |= {result: same.get(o, o) for result, o in passed if isinstance(o, int)}
         inside = [index for body in operation.bodies for index in program.regions[body].operations]
-        for result in {*operation.results} - within:
+        for result in {*operation.results} - within if not barrier else ():
             first.setdefault(same.get(result, result), min([operation.index, *inside]))
         for value in (*operation.results, *operation.operands):
             if isinstance(value, int):

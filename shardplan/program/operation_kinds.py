@@ -61,3 +61,11 @@ def is_view(program: Program, operation: Operation) -> bool:
 def _places(program: Program, operation: Operation) -> int:
     """The number of index vectors of a gather or a scatter."""
     return prod(operand_type(program, operation.operands[1]).shape[:-1])
+
+
+def moves_between_memories(program: Program, operation: Operation) -> bool:
+    """Whether an operation copies a tensor between host and device memory."""
+    if operation.primitive.name != "device_put" or not isinstance(operation.operands[0], int):
+        return False
+    kinds = {program.values[value].memory_kind for value in (operation.operands[0], operation.results[0])}
+    return len(kinds) > 1

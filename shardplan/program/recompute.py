@@ -1,12 +1,13 @@
-"""Recomputation: the program in which some residuals are made again for their late readers.
+"""Recomputation: the program in which some residuals are made again for their late readers, or wait on the host.
 
-A late operation that reads such a value reads a clone of it, made from values that are kept. Three things have XLA run
-clones late, and let go of what it has read:
+A late operation that reads such a value reads a clone of it, made from values that are kept, or a copy of it from host
+memory. Four things have XLA run clones and copies late, and let go of what it has read:
 
 - The kept values that clones read pass a barrier: else XLA merges clones with their originals.
 - The barrier waits for the gradient that has reached its first reader, the *tie*: else clones run at once.
 - The barrier waits for the gradients of weights before it, the *release*: else XLA leaves them to the end of the step,
   and keeps what they read.
+- A later value waits in a barrier for a copy to the host: else XLA begins it as late as it can.
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.program.residuals import residuals
@@ -22,39 +23,58 @@ clones late, and let go of what it has read:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from shardplan import _jax
 from shardplan.memoize import memoize
+from shardplan.program.offloaded_stacks import offloading_stacks
 from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.prune import prune
 from shardplan.program.recompute_scans import StackingMore, is_fixed, recomputing_stacks, remakeable, stacking_more
 from shardplan.program.residuals import PRODUCTS, early, is_fused, materialised, residuals
 
 
-def recomputing(program: Program, values: frozenset[int]) -> Program:
-    """The program that makes `recomputable` values again for their late readers; with none, releases alone.
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """A residual that waits in host memory. The value ``away`` waits for the copy to the host, and the gradient
+    ``back`` has the copy from there begin, where nothing needs it before. Both are the value itself for what a scan
+    stacks, whose slices are copied in the iterations that make and read them."""
+
+    value: int
+    away: int
+    back: int
+
+
+def recomputing(program: Program, values: frozenset[int], offloaded: tuple[Offloaded, ...] = ()) -> Program:
+    """The program that makes `recomputable` values again for their late readers, and copies others from the host; with
+    none, releases alone.
 
     Of the values, those that are `stackable` are stacked for others to be made of."""
-    return _rewritten(program, values)[0]
+    return _rewritten(program, values, offloaded)[0]
 
 
-def origins(program: Program, values: frozenset[int]) -> Mapping[int, int]:
-    """The values of the program by those that stand for them where some are recomputed: clones, and what has passed a
-    barrier."""
-    return _rewritten(program, values)[1]
+def origins(program: Program, values: frozenset[int], offloaded: tuple[Offloaded, ...] = ()) -> Mapping[int, int]:
+    """The values of the program by those that stand for them where some are recomputed: clones, copies in either
+    memory, and what has passed a barrier."""
+    return _rewritten(program, values, offloaded)[1]
 
 
 @memoize
-def _rewritten(program: Program, values: frozenset[int]) -> tuple[Program, Mapping[int, int]]:
+@memoize
+def _rewritten(
+    program: Program, values: frozenset[int], offloaded: tuple[Offloaded, ...]
+) -> tuple[Program, Mapping[int, int]]:
     more = _stacking_more(program)
     slices = frozenset(remakeable(more.program))
     stacked, origins = program, dict[int, int]()
     if not values.isdisjoint(slices):
         stacked, again = recomputing_stacks(more.program, (values & slices) ^ more.added)
         origins = {**more.origins, **{value: more.origins.get(origin, origin) for value, origin in again.items()}}
-    rewriting = _Rewriting(stacked, values - slices)
+    if on_host := [one.value for one in offloaded if one.value in slices]:
+        stacked, copies = offloading_stacks(stacked, on_host)
+        origins |= {value: origins.get(origin, origin) for value, origin in copies.items()}
+    rewriting = _Rewriting(stacked, values - slices, [one for one in offloaded if one.value not in slices])
     rewritten = rewriting.program()
     late = {value: origins.get(origin, origin) for value, origin in rewriting.origins.items()}
     return rewritten, {**origins, **late}
@@ -86,6 +106,15 @@ def followers(program: Program, values: frozenset[int]) -> frozenset[int]:
         if not is_fixed(operation) and not found.isdisjoint(operation.read):
             found.update(result for result in operation.results if result not in made)
     return frozenset(found)
+
+
+def kept_for_effects(program: Program) -> tuple[int, ...]:
+    """The values of the forward part that late operations need and that are never made again: effects make them."""
+    forward = early(program)
+    late = {o for operation in program.operations if operation.index not in forward for o in operation.read}
+    made = (program.operations[index] for index in sorted(forward))
+    values = (result for operation in made if operation.equation.effects for result in operation.results)
+    return tuple(value for value in values if not late.isdisjoint(followers(program, frozenset([value]))))
 
 
 def chain(program: Program, recomputed: Collection[int], value: int, known: Collection[int] = ()) -> list[Operation]:
@@ -145,14 +174,17 @@ def ties(program: Program) -> dict[int, int]:
 class _Rewriting:
     """The operations so far, and the values that late operations read in the place of others."""
 
-    def __init__(self, program: Program, recomputed: frozenset[int]) -> None:
+    def __init__(self, program: Program, recomputed: frozenset[int], offloaded: Sequence[Offloaded]) -> None:
         self._program, self._recomputed = program, recomputed
         self._values: list[Value] = list(program.values)
         self._operations: list[Operation] = []
-        self._cloned = followers(program, recomputed)
+        self._offloaded = {one.value: one for one in offloaded}
+        self._cloned = followers(program, recomputed.union(self._offloaded))
         self._clones: dict[int, int] = {}
         self.origins: dict[int, int] = {}
         self._now: dict[int, int] = {}  # what has passed a barrier, by what it was
+        self._on_host: dict[int, int] = {}  # the copies in host memory
+        self._early = set[int]()  # what is back from there before its first reader
         self._pending: list[int] = []  # the gradients of weights since the last barrier
         self._continuing, self._ends = _continuing(program), frozenset(ending(program))
         self._waiting: dict[int, list[Operation]] = {}  # by the gradient that they wait for
@@ -162,66 +194,87 @@ class _Rewriting:
     def program(self) -> Program:
         """The program, with everything rewritten."""
         old, forward, inner = self._program, early(self._program), list[Operation]()
+        stages = {*self._waiting, *(o for one in self._offloaded.values() for o in (one.away, one.back))}
         for operation in old.operations:
             if operation.region:
                 inner.append(operation)
                 continue
-            own = operation
-            if operation.index not in forward:
-                own = replace(operation, operands=tuple(map(self._read, operation.operands)))
+            read = self._passed if operation.index in forward else self._read
+            own = replace(operation, operands=tuple(map(read, operation.operands)))
             self._operations += [*inner, own]
             inner.clear()
             self._pending += [result for result in operation.results if result in self._ends]
             for result in operation.results:
-                if result in self._waiting:
-                    self._make_again(result)
-        outputs = tuple(self._now.get(o, o) if isinstance(o, int) else o for o in old.outputs)
+                if result in self._offloaded:
+                    self._on_host[result] = self._moved(operation, result, _jax.HOST_MEMORY)
+                if result in stages:
+                    self._begin_stage(result)
+        outputs = tuple(map(self._passed, old.outputs))
         whole = replace(old.regions[0], outputs=outputs)
         regions = (whole, *old.regions[1:])
         values, operations = tuple(self._values), tuple(self._operations)
         return prune(replace(old, values=values, operations=operations, outputs=outputs, regions=regions))
 
+    def _passed(self, operand: int | Constant) -> int | Constant:
+        return self._now.get(operand, operand) if isinstance(operand, int) else operand
+
     def _read(self, operand: int | Constant) -> int | Constant:
-        if not isinstance(operand, int):
-            return operand
-        return self._clones.get(operand, self._now.get(operand, operand))
+        return self._clones.get(operand, self._passed(operand)) if isinstance(operand, int) else operand
 
-    def _make_again(self, tie: int) -> None:
-        """Adds the clones that operations which wait for a gradient read first, behind a barrier that waits for it.
+    def _begin_stage(self, tie: int) -> None:
+        """Adds what begins with a value: a barrier that waits for it and for copies to the host, copies from there, and
+        the clones that operations which wait for it read first.
 
-        All that reads the gradient reads it behind the barrier: XLA leaves out of a barrier what nobody reads there.
+        All that reads the value reads it behind the barrier: XLA leaves out of a barrier what nobody reads there.
         """
         wanted = [o for reader in self._waiting.get(tie, ()) for o in reader.read if o in self._cloned]
-        made = {o.index: o for v in wanted for o in chain(self._program, self._recomputed, v, self._clones)}
+        remade, known = [v for v in wanted if v not in self._offloaded], {*self._clones, *self._offloaded}
+        made = {o.index: o for v in remade for o in chain(self._program, self._recomputed, v, known)}
         operations = [made[index] for index in sorted(made) if made[index].results[0] not in self._clones]
+        needed = {*wanted, *(o for operation in operations for o in operation.read)}
+        returning = [v for v, one in self._offloaded.items() if v in self._on_host and (v in needed or one.back == tie)]
+        returning = [v for v in returning if v not in self._clones]
+        leaving = [v for v in self._on_host if self._offloaded[v].away == tie]
         makers = self._program.makers
         held = any(makers[value].primitive.name in PRODUCTS for value in self._pending)
-        if not operations and not (held and makers[tie].index in self._continuing):
+        releases = held and makers[tie].index in self._continuing
+        if not (operations or returning or leaving or releases):
             return
-        behind = self._barrier(operations, tie, makers[tie])
+        behind = self._barrier(operations, tie, {*returning, *leaving}, needed)
+        for value in returning:
+            self._clones[value] = self._moved(makers[value], self._on_host[value], None)
+        self._early.update(set(returning) - needed)
         for operation in operations:
             operands = tuple(behind.get(o, self._read(o)) if isinstance(o, int) else o for o in operation.operands)
             results = tuple(self._new(result) for result in operation.results)
             self._clones |= zip(operation.results, results, strict=True)
             self._operations.append(replace(operation, operands=operands, results=results, again=True))
 
-    def _barrier(self, operations: Iterable[Operation], tie: int, reader: Operation) -> dict[int, int]:
-        """Adds the barrier before some clones; gives what they read behind it, by what it was."""
-        guarded, known = dict[int, None](), {*self._clones}
+    def _barrier(
+        self, operations: Iterable[Operation], tie: int, on_host: Collection[int], needed: Collection[int]
+    ) -> dict[int, int]:
+        """Adds the barrier before some clones and copies; gives what clones read behind it, by what it was."""
+        guarded, known = dict[int, None](), {*self._clones, *self._offloaded}
         for operation in operations:
             guarded |= dict.fromkeys(self._guarded(operation, known, guarded))
             known.update(operation.results)
-        waiting = {value: self._now.get(value, value) for value in (tie, *self._pending)}
-        passing = tuple(dict.fromkeys((*guarded, *waiting.values())))
+        here = [value for value in self._early if value in needed]
+        now = {value: self._now.get(value, value) for value in (*guarded, tie, *self._pending)}
+        moved = {self._clones[value]: value for value in here} | {self._on_host[value]: value for value in on_host}
+        passing = tuple(dict.fromkeys((*now.values(), *moved)))
         results = tuple(self._new(value) for value in passing)
         behind = dict(zip(passing, results, strict=True))
         primitive, params = _jax.optimization_barrier, dict[str, object]()
+        reader = self._program.makers[tie]
         self._operations.append(
             replace(reader, primitive=primitive, params=params, operands=passing, results=results, bodies=())
         )
-        self._now |= {value: behind[now] for value, now in waiting.items()}
+        self._now |= {value: behind[now[value]] for value in (tie, *self._pending)}
+        self._clones |= {value: behind[self._clones[value]] for value in here}
+        self._on_host |= {value: behind[self._on_host[value]] for value in on_host}
         self._pending.clear()
-        return {value: behind[value] for value in guarded}
+        self._early.difference_update(here)
+        return {value: behind[now[value]] for value in guarded}
 
     def _guarded(self, operation: Operation, known: set[int], guarded: Collection[int]) -> Iterator[int]:
         """What a clone reads behind the barrier: all that is kept, or where it reads arguments alone, the smallest."""
@@ -230,6 +283,17 @@ class _Rewriting:
         yield from kept
         if not kept and read and known.isdisjoint(read) and not any(o in guarded for o in read):
             yield min(read, key=lambda value: self._program.values[value].total_bytes)
+
+    def _moved(self, maker: Operation, value: int, kind: str | None) -> int:
+        """A copy of a value in another memory, which this adds."""
+        new = self._new(value)
+        self._values[new] = replace(self._values[new], memory_kind=kind)
+        primitive, params = _jax.move_between_memories, _jax.params_of_move(kind)
+        moved = replace(
+            maker, primitive=primitive, params=params, operands=(value,), results=(new,), again=kind is None
+        )
+        self._operations.append(moved)
+        return new
 
     def _new(self, value: int) -> int:
         new = len(self._values)

@@ -242,9 +242,11 @@ class _Rewriting:
         outputs = tuple(o for o, stays in zip(made.outputs, kept, strict=True) if stays)
         self._scans[maker] = replace(scan, results=tuple(r for r in scan.results if r not in values))
         self._regions[made.index] = replace(made, outputs=outputs)
-        kept = [operand not in values for operand in read.operands]
+        kept = [not (isinstance(operand, int) and operand in values) for operand in read.operands]
         inputs = tuple(i for i, stays in zip(reading.inputs, kept, strict=True) if stays)
-        self._scans[reader] = replace(read, operands=tuple(o for o in read.operands if o not in values))
+        self._scans[reader] = replace(
+            read, operands=tuple(o for o, stays in zip(read.operands, kept, strict=True) if stays)
+        )
         self._regions[reading.index] = replace(self._regions[reading.index], inputs=inputs)
 
     def program(self) -> Program:

@@ -191,6 +191,13 @@ def _sort(params: Params, operands: Types, results: Types) -> Expression:
     return Expression(f"lax.sort({'§0§' if one else f'({listed})'}, {more})")
 
 
+def _moved(params: Params, operands: Types, results: Types) -> Expression:
+    [space] = params["devices"]
+    if not isinstance(space, jax.memory.Space):
+        raise ArgumentError(f"to_python() cannot write a device_put to `{space!r}`")
+    return Expression(f"jax.device_put(§0§, jax.memory.Space.{space.name})")
+
+
 def _barrier(params: Params, operands: Types, results: Types) -> Expression:
     listed = ", ".join(f"§{number}§" for number in range(len(operands)))
     return Expression(f"lax.optimization_barrier({'§0§' if len(operands) == 1 else f'({listed})'})")
@@ -278,6 +285,7 @@ _TABLE: dict[str, Callable[[Params, Types, Types], Expression]] = {
     "cummin": _cumulative("cummin"),
     "cumprod": _cumulative("cumprod"),
     "cumsum": _cumulative("cumsum"),
+    "device_put": _moved,
     "dot_general": _dot,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update,

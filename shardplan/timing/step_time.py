@@ -29,8 +29,10 @@ from shardplan.layout.objectives.step_seconds import StepSeconds
 from shardplan.memory import whole_kernels
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule, Sent
+from shardplan.program.operation_kinds import moves_between_memories
 from shardplan.program.program import Operation, Program, Region
 from shardplan.timing.execution_order import execution_order
+from shardplan.timing.host_copies import seconds_of_copies
 from shardplan.timing.stack_traffic import stack_traffic
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -47,7 +49,7 @@ class StepTime:
 
     Attributes:
         work: of the operations.
-        waiting: of the collectives that cannot overlap with work.
+        waiting: of the collectives that cannot overlap with work, and of copies from and to the host that outlast it.
         overlappable: of those that can.
         taken: by which these make the work longer.
     """
@@ -79,7 +81,7 @@ class StepTime:
 
 
 def step_time(schedule: Schedule) -> StepTime:
-    """The seconds of a schedule: its operations, its collectives that can hide, and the others."""
+    """The seconds of a schedule: its operations, its collectives that can hide, the others, and copies to the host."""
     problem, strategies = schedule.problem, schedule.assignment.strategies
     prices, hidden = time_prices(problem), timing_of(problem).hidden
     seconds = {
@@ -89,7 +91,7 @@ def step_time(schedule: Schedule) -> StepTime:
     }
     left_out = regions_left_out(problem.program, seconds)
     work = sum(s for index, s in seconds.items() if problem.program.operations[index].region not in left_out)
-    waiting = overlappable = taken = 0.0
+    waiting, overlappable, taken = seconds_of_copies(schedule, seconds), 0.0, 0.0
     for sent in schedule.collectives():
         if sent.tensor.index in hidden:
             overlappable += sent_seconds(prices, sent)
@@ -106,9 +108,11 @@ def time_prices(problem: Problem, hardware: HardwareProfile | str | Path | None 
 
 def work_seconds(problem: Problem, prices: Prices, operation: Operation, degree: float = 1) -> float:
     """The seconds of an operation on one of ``degree`` devices that share it, in all iterations of its loops. A loop
-    has none of its own."""
+    has none of its own, and a copy between memories runs while kernels run."""
     choices = problem.choices.get(operation.index)
-    if choices is None or (operation.results and operation.results[0] in problem.generated):
+    if choices is None or moves_between_memories(problem.program, operation):
+        return 0.0
+    if operation.results and operation.results[0] in problem.generated:
         return 0.0
     once = prices.work(choices.flops, timing_of(problem).memory_bytes[operation.index], choices.dtype, degree)
     return once * problem.times(operation)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardplan.common.atomic_files import write_file
 from shardplan.timing.task import Event
 
 _COLOURS = {"compute": "#4c78a8", "collective": "#f58518", "transfer": "#e45756"}
@@ -85,7 +86,7 @@ def _rectangle(event: Event, scale: float, row: int) -> str:
 def write_chrome_trace(events: Sequence[Event], workers: int, path: str | Path) -> None:
     """Writes the events in the Trace Event Format: a process per worker, a thread per lane.
 
-    Times there are in microseconds.
+    Times there are in microseconds. Raises ArgumentError for a path that cannot be written.
     """
     rows: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": worker, "args": {"name": f"worker {worker}"}}
@@ -106,4 +107,4 @@ def write_chrome_trace(events: Sequence[Event], workers: int, path: str | Path) 
             }
             for event in lane.events
         ]
-    Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}), encoding="utf-8")
+    write_file(path, json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}), "the trace")

@@ -199,6 +199,14 @@ def test_treemap_filters_the_table(page: Any, plan: Plan):
     assert 0 < float(page.locator("#sent").get_attribute("data-bytes")) < plan.communication_bytes
 
 
+def test_curve_of_the_compiled_step(browser: Any, plan: Plan, tmp_path: Path):
+    """A verified plan has it in the memory view."""
+    held = {operation.index: 3e9 + operation.index for operation in plan.program.operations}
+    replace(plan, held=held).to_html(tmp_path / "plan.html")
+    for page in opened(browser, tmp_path / "plan.html", "#memory"):
+        assert page.locator("#compiled").inner_text() == "line: the compiled step, at most 3.00 GB"
+
+
 def test_cursor_of_the_memory(page: Any):
     """The tensors at the cursor add up to the bytes that are held there."""
     page.keyboard.press("3")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import shardplan
 from shardplan.plans import recomputed_plan
@@ -43,6 +44,20 @@ def scanned(weights, x):
     def loss(weights):
         y, kept = jax.lax.scan(lambda y, w: (layer(jnp.sin(y), w), jnp.max(y)), x, weights)
         return jnp.mean(y**2) + jnp.sum(kept)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return weights - 0.1 * gradients, value
+
+
+def counting(weights, x):
+    """A scanned step whose carry counts the layers: the derivative of the count is a literal."""
+
+    def loss(weights):
+        def body(carry, w):
+            y, count = carry
+            return (layer(y, w * jnp.cos(count)), count + 1.0), None
+
+        return jnp.mean(jax.lax.scan(body, (x, 0.0), weights)[0][0] ** 2)
 
     value, gradients = jax.value_and_grad(loss)(weights)
     return weights - 0.1 * gradients, value
@@ -93,10 +108,17 @@ def test_values_of_a_recomputed_step(mesh, share):
 @pytest.mark.parametrize(("mesh", "every"), [(1, False), ("x=2,y=4", True)])
 def test_values_of_a_scan_whose_slices_are_made_again(mesh, every, monkeypatch):
     """A backward scan makes slices again that a forward scan stacks for it, and gives what the plain step gives."""
-    if every:  # then the carry is stacked
-        monkeypatch.setattr(recomputed_plan, "choose_recomputed", lambda graph, limit: frozenset(graph.stacks))
-    limit = limit_at(0.4, mesh, scanned, SCANNED)
-    planned = shardplan.auto(scanned, mesh, memory_limit=limit)
+
+    def chosen(graph, *_):
+        makers = graph.program.makers
+        if every:  # then the carry is stacked
+            return frozenset(graph.stacks)
+        narrow = [v for v, stack in graph.stacks.items() if makers[stack.made].primitive.name in ("tanh", "sub", "mul")]
+        return graph.unread.union(narrow)
+
+    monkeypatch.setattr(recomputed_plan, "choose_recomputed", chosen)
+    limit = limit_at(0.4 if every else 0.8, mesh, scanned, SCANNED)
+    planned = shardplan.auto(scanned, mesh, memory_limit=limit, fit=RECOMPUTE)
     plan = planned.plan(*SCANNED)
     assert plan.peak_bytes <= limit
     assert plan.recomputed
@@ -110,11 +132,24 @@ def test_values_of_a_scan_whose_slices_are_made_again(mesh, every, monkeypatch):
 
 
 @pytest.mark.slow
+def test_values_of_a_scan_with_literal_operands():
+    planned = shardplan.auto(counting, 1, memory_limit=limit_at(0.5, 1, counting, SCANNED), fit=RECOMPUTE)
+    plan = planned.plan(*SCANNED)
+    assert plan.recomputed
+    scans = [operation for operation in plan.program.operations if operation.bodies]
+    assert any(not isinstance(operand, int) for scan in scans for operand in scan.operands)
+    weights, x = values()
+    given = jnp.stack(weights), x
+    for found, wanted in zip(planned(*given), jax.jit(counting)(*given), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [1, "x=2,y=4"])
 def test_values_of_a_scan_that_stacks_products_instead(mesh, monkeypatch):
     """A forward scan stacks its products, and slices of all that it stacked before are made of them."""
 
-    def all_but_products(graph, limit):
+    def all_but_products(graph, *_):
         makers = graph.program.makers
         return frozenset(v for v, stack in graph.stacks.items() if makers[stack.made].primitive.name != "dot_general")
 
@@ -208,7 +243,7 @@ def test_no_fit():
         shardplan.plan(train, 1, *ARGUMENTS, memory_limit=limit_at(0.5, 1), fit=())
 
 
-@pytest.mark.parametrize("fit", ["recompute", ("pages",), ("recompute", "host"), 1, None])
+@pytest.mark.parametrize("fit", ["recompute", ("pages",), ("recompute", "disk"), 1, None])
 def test_unknown_words_of_fit(fit):
     """What is no tuple of known words is refused before any work."""
     with pytest.raises(shardplan.ArgumentError, match="fit is a tuple"):
@@ -242,3 +277,25 @@ def test_regions_of_the_users_own_checkpoints():
     assert barriers
     assert products(plan.program) <= products(free.program) + 2 * LAYERS  # those of the forward part, once more
     assert plan.peak_bytes < free.peak_bytes
+
+
+@pytest.mark.long
+def test_effects_in_what_is_computed_again():
+    """A step that calls back calls back as often as before, and says which values are kept for that."""
+    calls = []
+
+    def noisy(y, w):
+        drawn = io_callback(lambda: calls.append(1) or np.ones((BATCH, WIDTH), np.float32), ARGUMENTS[1])
+        jax.debug.callback(lambda one: calls.append(float(one)), y[0, 0])
+        return layer(y, w) * drawn
+
+    step = partial(train, layer=noisy)
+    planned = shardplan.auto(step, 1, memory_limit=limit_at(0.7, 1, step), fit=RECOMPUTE)
+    plan = planned.plan(*ARGUMENTS)
+    assert plan.recomputed
+    assert f"{LAYERS} are kept, since what makes them has effects" in str(plan)
+    found = jax.block_until_ready(planned(*values()))
+    jax.effects_barrier()
+    assert len(calls) == 2 * LAYERS
+    for one, wanted in zip(*map(jax.tree.leaves, (found, jax.jit(train)(*values()))), strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-6)

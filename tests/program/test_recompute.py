@@ -1,10 +1,12 @@
 """Programs that compute values again are programs: what an operation reads was made before."""
 
+import numpy as np
 import pytest
 
+from shardplan import _jax
 from shardplan.models import load
 from shardplan.program.program import Program
-from shardplan.program.recompute import recomputing
+from shardplan.program.recompute import Offloaded, recomputing, ties
 from shardplan.program.residuals import border, residuals
 from shardplan.program.tracing import trace_program
 
@@ -15,6 +17,31 @@ def assert_in_order(program: Program) -> None:
         operation = program.operations[index]
         assert known.issuperset(operation.read), (index, operation.primitive.name)
         known.update(operation.results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vgg", "gpt"])
+def test_copies_follow_what_they_read(name: str):
+    """Late operations read no value that waits on the host, whatever is made again and when copies begin."""
+    module = load(name)
+    training = module.training(module.SMALL)
+    program = trace_program(training.train_step, (training.state, training.batch))
+    found, stages = residuals(program), sorted({*ties(program).values(), *residuals(program)})
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        fates = random.integers(0, 3, len(found))
+        away, back = (random.choice(stages, len(found)).tolist() for _ in range(2))
+        every = [Offloaded(*one) for one in zip(found, away, back, strict=True)]
+        again = frozenset(value for value, fate in zip(found, fates, strict=True) if fate == 1)
+        offloaded = tuple(one for one, fate in zip(every, fates, strict=True) if fate == 2)
+        rewritten = recomputing(program, again, offloaded)
+        assert_in_order(rewritten)
+        late = {id(program.operations[index].equation) for index in ties(program)}
+        barrier = _jax.optimization_barrier
+        readers = [o for o in rewritten.operations if id(o.equation) in late and o.primitive is not barrier]
+        gone = {one.value for one in offloaded}
+        assert readers
+        assert all(gone.isdisjoint(o.read) for o in readers)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 _RANGE = re.compile(r"\s+(\S+?\{[\d,]*\}):(\d+)-(\d+)$")
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)(.*)")
+_ON_HOST = re.compile(r", color 5\b")
 _VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)")
 
 
@@ -33,7 +34,7 @@ class LiveRanges:
 
     Attributes:
         instructions: their names in the order of the schedule, with those of loops' bodies.
-        bytes: float [instructions], with arguments and results.
+        bytes: float [instructions], with arguments and results. Host memory is left out.
     """
 
     instructions: tuple[str, ...]
@@ -75,7 +76,7 @@ def _allocations(text: str) -> Iterator[tuple[int, bool, list[tuple[str, int, in
     found: list[tuple[int, bool, list[tuple[str, int, int]]]] = []
     for line in text.splitlines():
         if match := _ALLOCATION.match(line):
-            if "thread-local" not in match[2]:
+            if "thread-local" not in match[2] and not _ON_HOST.match(match[2]):
                 found.append((int(match[1]), "preallocated-temp" in match[2], []))
             else:
                 found.append((0, False, []))
