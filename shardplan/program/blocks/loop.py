@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardplan import _jax
 from shardplan.program.blocks.deep_halos import DeepHalos, combined, over_windows, summed_convolution
@@ -37,6 +38,9 @@ from shardplan.program.blocks.tiles import (
 from shardplan.program.blocks.tiling import Tiling
 from shardplan.program.program import Constant, Operation, Program, operand_type
 from shardplan.rules import Refusal, Span
+
+_FIRST = np.int32(0)
+"""A start of the type of blocks' numbers."""
 
 
 class Refused(Exception):
@@ -117,7 +121,7 @@ class Loop:
             return COMBINE[self._tiles.reduced[value]](held, part.astype(held.dtype))
         stack = self._stack
         part = part.reshape((*stack, *self.block_shape(value)))
-        return jax.lax.dynamic_update_slice(held, part, [*(0 for _ in stack), *self.starts(value, numbers)])
+        return jax.lax.dynamic_update_slice(held, part, [*(_FIRST for _ in stack), *self.starts(value, numbers)])
 
     def run_on_tile(
         self, operation: Operation, params: dict[str, Any], operands: Sequence[Any], reducer: str | None
@@ -226,10 +230,10 @@ class Loop:
 
     def starts(self, value: int, numbers: Sequence[Any]) -> list[Any]:
         """Where the block begins in the buffer."""
-        found: list[tuple[Any, ...]] = [(0,) for _ in self._program.values[value].shape]
+        found: list[tuple[Any, ...]] = [(_FIRST,) for _ in self._program.values[value].shape]
         for axis in self._axes:
             step, dim = self._tiles.spans[axis][value].step, self._growth.places[axis][value].dim
-            found[dim] = (0, numbers[axis], 0) if self._strided[axis] else (numbers[axis] * step,)
+            found[dim] = (_FIRST, numbers[axis], _FIRST) if self._strided[axis] else (numbers[axis] * step,)
         return [start for starts in found for start in starts]
 
     def exceeds(self, axis: int, value: int, span: Span) -> bool:
