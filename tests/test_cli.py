@@ -306,7 +306,7 @@ def test_impossible_tolerances(tolerance: str, capsys: pytest.CaptureFixture[str
     assert status == 2 and f"a fraction of 0 or more, as 0.02, got `{float(tolerance)}`" in errors
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rules(capsys: pytest.CaptureFixture[str]):
     status, output, _ = run("rules --json", capsys)
     records = {record["name"]: record for record in json.loads(output)}

@@ -276,7 +276,7 @@ def test_plot(tmp_path: Path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_where_a_step_does_not_fit():
     """Policies by hand are compared then: that around every layer keeps least, and repeats what `exact` need not."""
     training = gpt.training(gpt.Config(2, width=64, heads=4, vocabulary=256, sequence=128, batch=64))
