@@ -22,6 +22,7 @@ from shardplan.program.prune import prune
 from shardplan.program.regions._jax import without_unused
 from shardplan.program.reuse_sums import reuse_results
 from shardplan.program.shifted_slices import shift_slices
+from shardplan.program.sink_broadcasts import sink_broadcasts
 
 
 def trace_program(
@@ -77,7 +78,8 @@ def trace_program(
         )
     )
     hoisted = hoist_conversions(prune(shift_slices(program)))
-    return prune(clone_broadcasts(prune(reuse_results(prune(hoisted), every=builder.unrolled))))
+    cloned = clone_broadcasts(prune(reuse_results(prune(hoisted), every=builder.unrolled)))
+    return prune(sink_broadcasts(prune(cloned)))
 
 
 def retraced(program: Program, run: Callable[..., Any]) -> Program:
