@@ -177,9 +177,12 @@ class ResidualGraph:
 
     def figures(self, value: int, fates: Collection[int]) -> tuple[int, float, float, float]:
         """1, the bytes that wait for the backward part, and the operations and seconds of making a residual again,
-        among others, less those of stacking it."""
+        among others, less those of stacking it. What is made for others alone waits nowhere."""
+        seconds = self._seconds_among(value, fates)
+        if value in self.unread:
+            return 1, 0.0, self.flops[value], seconds
         waiting = sum(size for _, _, size in self._waiting.get(value, ()))
-        return 1, waiting, self.flops[value], self._seconds_among(value, fates) - self._stacking.get(value, 0.0)
+        return 1, waiting, self.flops[value], seconds - self._stacking.get(value, 0.0)
 
     def stacked(self, value: int) -> tuple[int, float, float, float]:
         """The figures of a value that is stacked for others to be made of: 1, the bytes that wait, less than zero, and
