@@ -47,7 +47,7 @@ def plan() -> shardplan.Plan:
     return shardplan.plan(lambda x, w: x @ w, jax.sharding.AbstractMesh((8,), ("x",)), square, square)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_files_of_a_killed_process(tmp_path: Path) -> None:
     """The next save of the same file, or the next entry of the cache, removes them. Other files stay."""
     saved, kept, other = tmp_path / "plan.json", tmp_path / "key.json", tmp_path / "other.json"
@@ -63,7 +63,7 @@ def test_files_of_a_killed_process(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(MEANWHILE))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_files_of_a_living_process(tmp_path: Path) -> None:
     """They stay while others save the same file, and the last one wins."""
     target = tmp_path / "plan.json"

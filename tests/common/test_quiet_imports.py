@@ -45,7 +45,7 @@ def test_imports_at_start() -> None:
     assert heavy == "[]"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stderr_of_the_command_line() -> None:
     """It is empty: the notice of JAX's CUDA plugin, which found no driver, is left out."""
     assert run_apart("-m", "shardplan", "plan", "shardplan.models.mlp:training", "--mesh", "8").stderr == ""

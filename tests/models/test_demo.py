@@ -37,7 +37,7 @@ def test_baselines_of_the_demo(shape: tuple[int, ...], spec: tuple[str | None, .
     assert tuple(data_parallel(leaf, 8)) == ()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tables_account_for_the_whole_plan(console: Console):
     training = gpt.training(TINY)
     mesh = jax.sharding.AbstractMesh((8,), ("data",))

@@ -62,7 +62,7 @@ def test_scanned_and_unrolled_lstm_compute_the_same():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_layer_agrees_with_flax():
     """Flax's cell has the gates in the order of its names, and no forget bias of its own."""
     config = lstm.Config(hidden=8)

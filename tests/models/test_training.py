@@ -39,7 +39,7 @@ def test_number_of_parameters(training: Training, parameters: int):
     assert training.parameters == parameters
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_shapes_are_made_without_computing():
     state = gpt.training(gpt.Config(layers=48, width=8192, heads=64)).state
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))

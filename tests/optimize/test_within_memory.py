@@ -45,6 +45,7 @@ def test_stages_are_traced() -> None:
     assert free.statistics["stages"] == []
 
 
+@pytest.mark.long
 def test_stages_are_deterministic() -> None:
     """Work decides the result, not the clock."""
     (task, state), (again, same) = begun(), begun()
@@ -55,6 +56,7 @@ def test_stages_are_deterministic() -> None:
     assert state.work == 0.0 and len(state.counted) == 1, "a stage changes no state"
 
 
+@pytest.mark.long
 def test_schedules_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A count in the schedule's own order takes longest."""
     task, state = begun(share=0.6)

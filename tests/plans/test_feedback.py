@@ -74,6 +74,7 @@ def test_a_compiled_peak_above_the_limit(monkeypatch, free_peak):
     assert plan.recipe.options == replace(asked[0].recipe.options, verify=True)
 
 
+@pytest.mark.long
 def test_no_compiled_peak_within_the_limit(monkeypatch, free_peak):
     """The plan is refused."""
     asked = _judged(monkeypatch, [2.0] * 9)
@@ -83,6 +84,7 @@ def test_no_compiled_peak_within_the_limit(monkeypatch, free_peak):
     assert caught.value.least_peak_bytes == min(int(2.0 * plan.peak_bytes) for plan in asked)
 
 
+@pytest.mark.long
 def test_before_a_refusal_the_least_predicted_peak_is_compiled(monkeypatch, free_peak):
     """What was cut off may be more than need be: here nothing is left, yet the leanest plan compiles within."""
     asked = _judged(monkeypatch, [2.0, 1.0])

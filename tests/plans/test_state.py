@@ -63,6 +63,7 @@ def test_nothing_of_a_state_is_whole_while_it_is_made() -> None:
     assert compiled.temp_size_in_bytes + compiled.output_size_in_bytes < 4 * 1024**2
 
 
+@pytest.mark.long
 def test_a_batch_is_placed(plan: Any) -> None:
     """NumPy arrays, arrays that lie elsewhere, and the state too."""
     assert plan.place(X).sharding == plan.shardings[1]

@@ -103,7 +103,7 @@ def test_text_says_what_it_was_compiled_to(plan: Plan):
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.long
 def test_boundaries_that_are_not_enough(tmp_path: Path):
     """XLA sends other bytes where the plan has layouts inside, so that the text is the whole program."""
     (tmp_path / "slow.toml").write_text(SLOW_DEVICES)

@@ -60,7 +60,7 @@ def arguments(vocabulary: int, heads: int, batch: int, width: int = 24) -> Any:
 CASES = {"vocabulary": (101, 8, 8), "heads": (64, 12, 8), "batch": (64, 8, 6), "all": (101, 3, 5)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:no mesh axis")
 def test_planned_equals_unplanned() -> None:
     args = arguments(*CASES["heads"])
@@ -181,7 +181,7 @@ def big_arguments(vocabulary: int) -> Any:
     return jax.eval_shape(lambda: arguments(vocabulary, 16, 256, 512))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @compiles_for_gpus
 @pytest.mark.filterwarnings("ignore:no mesh axis")
 @pytest.mark.parametrize("sizes", [(8,), pytest.param((2, 4), marks=pytest.mark.long)], ids=str)

@@ -30,7 +30,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize(
     "document",
     [
-        pytest.param(path, marks=[pytest.mark.long] * (path.name in ("training.md", "frameworks.md")))
+        pytest.param(path, marks=[pytest.mark.long] * (path.name in ("training.md", "frameworks.md", "recompute.md")))
         for path in DOCUMENTS
     ],
     ids=NAMES,
