@@ -80,10 +80,10 @@ def _by_kinds(graph: ResidualGraph, limit: float, capped: bool, fates: Fates) ->
     """One kind after another, that first which saves most per second, until the limit is reached or nothing saves.
 
     Of many kinds, one is judged again when it comes first: what it saves hardly grows with what is chosen."""
-    alike, chosen = _kinds(graph), graph.unread
-    kinds = [*alike] if fates.recompute else []
+    families, chosen = _kinds(graph), graph.unread
+    kinds = [*families] if fates.recompute else []
     if fates.host_bytes:
-        kinds += [frozenset(~value for value in kind & graph.movable) for kind in alike]
+        kinds += [frozenset(~value for value in kind & graph.movable) for kind in families]
     now = _Judged.of(graph, chosen, limit)
 
     def judged(kind: frozenset[int]) -> tuple[float, frozenset[int], _Judged]:
@@ -132,8 +132,8 @@ def _with(graph: ResidualGraph, kind: frozenset[int], chosen: frozenset[int], fa
 def _kept_again(graph: ResidualGraph, chosen: frozenset[int], limit: float) -> frozenset[int]:
     """Fewer of the chosen, those first that take longest for what they save; of many, whole kinds at first."""
     now = _Judged.of(graph, chosen, limit)
-    alike = [one for kind in _kinds(graph) for one in (kind & chosen, frozenset(map(invert, kind)) & chosen)]
-    kinds = [kind for kind in alike if len(kind) > 1] if len(chosen) > _MANY else []
+    families = [one for kind in _kinds(graph) for one in (kind & chosen, frozenset(map(invert, kind)) & chosen)]
+    kinds = [kind for kind in families if len(kind) > 1] if len(chosen) > _MANY else []
     for group in (*_dearest_first(graph, kinds), *_dearest_first(graph, [frozenset([value]) for value in chosen])):
         if group <= chosen:
             after = _Judged.of(graph, chosen - group, limit)

@@ -283,7 +283,7 @@ class ResidualGraph:
 
     def _stacking_seconds(self, stack: Stack) -> float:
         """The seconds of writing a stack and of reading it, which are saved where its slices are made again. What XLA
-        moves besides, to fill stacks and to copy slices, is not counted on: versions differ."""
+        moves in addition, to fill stacks and to copy slices, is not counted on: versions differ."""
         moved = 2 * self._size(stack.made) * stack.length(self.program)
         return moved / self._schedule.problem.prices.hardware.memory_bytes_per_second
 
@@ -342,12 +342,12 @@ def _late_stacks(program: Program) -> dict[int, Stack]:
 
 def _slices(program: Program, stack: Stack) -> tuple[int, ...]:
     """The stacks whose slices one is made of; a carry that is not stacked is its number, negated, less one."""
-    beside = {one.made: value for value, one in stacks(program).items() if one.reader == stack.reader}
+    others = {one.made: value for value, one in stacks(program).items() if one.reader == stack.reader}
     scan = program.operations[stack.maker]
     constants, carries = scan.params["num_consts"], scan.params["num_carry"]
     entering = program.regions[scan.bodies[0]].inputs[constants : constants + carries]
-    _, leaves = chain(program, [stack.made], beside.keys() - {stack.made})
-    return tuple(beside.get(leaf, -1 - leaf) for leaf in leaves if leaf in beside or leaf in entering)
+    _, leaves = chain(program, [stack.made], others.keys() - {stack.made})
+    return tuple(others.get(leaf, -1 - leaf) for leaf in leaves if leaf in others or leaf in entering)
 
 
 def _worth_making_again(schedule: Schedule) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def _rewritten(
 
 def recomputable(program: Program) -> frozenset[int]:
     """The values that can be made again: residuals, and what scans stack for later ones; and what these could stack
-    besides, which `recomputing` stacks where it is asked for it."""
+    in addition, which `recomputing` stacks where it is asked for it."""
     return frozenset((*residuals(program), *remakeable(_stacking_more(program).program)))
 
 

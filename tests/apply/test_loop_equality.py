@@ -176,7 +176,7 @@ def test_mesh_of_one_device() -> None:
     assert planned.plan(WEIGHTS, X).communication_bytes == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slices_gathered_along_their_last_dimension() -> None:
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         x, _ = jax.lax.scan(lambda x, one: (jnp.tanh(x @ one.astype(x.dtype)), None), x, w)

@@ -90,7 +90,7 @@ def _layers(number, reverse):
     return step
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(
     "spec",

@@ -108,7 +108,7 @@ def test_one_small_step() -> None:
     assert compiled_over_predicted(descend(loss), (params, batch), (8,)) == pytest.approx(1, abs=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("pins", [pytest.param(None, marks=pytest.mark.long), {"1": P("x", "y")}], ids=str)
 def test_numbers_drawn_in_a_row(pins: Any) -> None:
     """Where an inner dimension were split, XLA would bring all numbers to each device."""

@@ -26,7 +26,7 @@ def test_a_record_has_the_bytes_of_its_operations():
         assert 0.98 * record.peak <= 1024 * (max(record.live) + 1) <= 1.001 * record.peak + 1024
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recorded_choices_make_the_same_schedule_again():
     """Choices are words: they fit whatever the network's numbers are, and the count of their peak needs no search."""
     for record in [one for one in read("decide") if one.step.startswith(_SMALL)][:4]:

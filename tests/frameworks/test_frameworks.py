@@ -75,7 +75,7 @@ def over_nnx_jit(fn: Any) -> Any:
     return shardplan.auto(nnx.jit(fn), MESH)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wrap", [planned, *(pytest.param(wrap, marks=pytest.mark.long) for wrap in (donating, over_jit, over_nnx_jit))]
 )

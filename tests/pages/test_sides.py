@@ -67,6 +67,7 @@ def test_two_plans(browser: Any, plans: tuple[Plan, Plan], tmp_path: Path):
         assert page.get_by_text(re.compile("of the schedule: this .* other")).is_visible()
 
 
+@pytest.mark.long
 def test_two_programs_on_two_meshes(browser: Any, plans: tuple[Plan, Plan], tmp_path: Path):
     """The page says that the programs differ, and a plan from a file has no memory."""
     square = jax.ShapeDtypeStruct((64, 64), "float32")
@@ -101,6 +102,7 @@ def test_plan_and_compiled_program(browser: Any, plans: tuple[Plan, Plan], tmp_p
         assert len(rows(page, "compiled-collectives")) == len(audit.compiled.collectives)
 
 
+@pytest.mark.long
 def test_page_in_a_notebook(browser: Any, plans: tuple[Plan, Plan], tmp_path: Path):
     """Links work in the frame, and do not lead to the notebook."""
     file = tmp_path / "notebook.html"

@@ -228,7 +228,7 @@ def test_all_options_come_back(tmp_path: Path):
     np.testing.assert_allclose(loaded.apply(lambda x, w, n: (x @ w) ** n)(x, x, 2), (x @ x) ** 2, rtol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fingerprints_are_the_same_in_every_process(plan: Plan):
     """Of the step above, and of one whose parameters hold functions, arrays and enumerations."""
     script = "import tests.plans.test_file as t; print(*t.fingerprints())"

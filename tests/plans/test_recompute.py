@@ -146,7 +146,7 @@ def test_values_of_a_scan_whose_constants_are_literals(monkeypatch):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [1, "x=2,y=4"])
 def test_values_of_a_scan_that_stacks_products_instead(mesh, monkeypatch):
     """A forward scan stacks its products, and slices of all that it stacked before are made of them."""

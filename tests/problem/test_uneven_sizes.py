@@ -164,7 +164,7 @@ def undivided(plan: shardplan.Plan) -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:no mesh axis")
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
 def test_bytes_of_an_undivided_vocabulary(sizes: tuple[int, ...]) -> None:

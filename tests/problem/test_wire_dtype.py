@@ -118,7 +118,7 @@ def test_compiled_gathers_for_each_reader() -> None:
     assert measure(plan.lower(mesh)).communication_bytes == plan.communication_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("widen", [WAYS[0][0], WAYS[4][0]])
 def test_values_of_gathers_for_each_reader(widen: Widen) -> None:
     """The values are those of the unplanned step."""

@@ -88,7 +88,7 @@ def test_no_window_begins_inside() -> None:
             assert all(high >= 0 for _, high in params["padding"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("islands", [True, False])
 def test_values(islands: bool) -> None:
     """Those of the image cut by hand; the unplanned step is wrong on a CPU."""

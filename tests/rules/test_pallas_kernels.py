@@ -98,7 +98,9 @@ PALLAS: dict[str, tuple[Any, list[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PALLAS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name == "blocks of rows" else name for name in PALLAS]
+)
 def test_pallas_kernel(name: str) -> None:
     function, operands, expected = PALLAS[name]
     rule = rule_of(function, *operands)

@@ -193,7 +193,7 @@ def test_without_time_there_is_a_valid_solution(method: str):
     assert solution.lower_bound <= solution.cost
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_work_limit_on_a_slow_machine():
     """A search that its work limit ends gives the same result on a slow machine."""
     net = gpt(2).network((8,), memory=True)

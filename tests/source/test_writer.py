@@ -74,6 +74,7 @@ def test_closed_over_arrays():
     assert "CONSTANT_0 = np.array([" in check(lambda x: x[:2, :2] / table, SQUARE)
 
 
+@pytest.mark.long
 def test_repeated_layers():
     """Equal layers are one function, forward and backward."""
 

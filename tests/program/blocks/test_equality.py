@@ -177,6 +177,7 @@ def test_bitwise_reductions(reducer, dtype):
     assert check(lambda x: lax.reduce(x, start, reducer, (0,)), (x,), (0,), (3,)).loops
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "function",
     [lambda x: x.sum(0), lambda x: x.T @ x, lambda x: jnp.zeros((2, 4), x.dtype).at[jnp.arange(512) % 2].add(x)],
