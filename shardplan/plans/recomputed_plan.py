@@ -155,8 +155,8 @@ class RecomputedPlans:
         return self._in_program(choose_recomputed(self._graph, target, fates))
 
     def _in_program(self, chosen: frozenset[int]) -> frozenset[int]:
-        """What the program recomputes, stacks in addition, and has wait on the host, for a choice in the graph, where it
-        stacks all it could."""
+        """What the program recomputes, stacks in addition, and has wait on the host, for a choice in the graph, where
+        it stacks all it could."""
         known = recomputable(self._program)
         found = frozenset(fate for fate in chosen if max(fate, ~fate) in known)
         return found ^ self._stackable
