@@ -185,9 +185,9 @@ class ResidualGraph:
         return 1, waiting, self.flops[value], seconds - self._stacking.get(value, 0.0)
 
     def stacked(self, value: int) -> tuple[int, float, float, float]:
-        """The figures of a value that is stacked for others to be made of: 1, the bytes that wait, less than zero, and
+        """The figures of a value that is stacked for others to be made of: 0, the bytes that wait, less than zero, and
         the operations and seconds of stacking it."""
-        return 1, -sum(size for _, _, size in self._waiting.get(value, ())), 0.0, self._stacking[value]
+        return 0, -sum(size for _, _, size in self._waiting.get(value, ())), 0.0, self._stacking[value]
 
     def useful(self, fates: Collection[int]) -> frozenset[int]:
         """The fates of residuals, with the stacks that nothing would be made of."""
