@@ -25,7 +25,7 @@ from shardplan.optimize.solve_once import ACCEPTABLE_GAP, Choices, FoundSchedule
 from shardplan.optimize.step_time_objective import LEAST_SHARE
 from shardplan.optimize.within_memory import search_within
 from shardplan.options import Options
-from shardplan.plans.pipeline import build_problem, donated_leaves, host_memory_of, plan_of
+from shardplan.plans.pipeline import build_problem, donated_leaves, host_memory_of, pinned_rows, plan_of
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.report import glob_of
 from shardplan.plans.stopwatch import Stopwatch
@@ -267,7 +267,9 @@ class RecomputedPlans:
         sizes, copies = self._host_sizes(chosen), self._copies(chosen.chosen)
         waiting = {v: {"count": 1, "bytes": size, "seconds": copies[v].seconds} for v, size in sizes.items()}
         kept = len(kept_for_effects(self._program))
-        rows = {"recomputed": self._rows(self._work(again)), "offloaded": self._rows(waiting), "kept_for_effects": kept}
+        pinned = pinned_rows(found.schedule, self._options, sum(copies[v].seconds for v in sizes))
+        on_host = [*self._rows(waiting), *pinned]
+        rows = {"recomputed": self._rows(self._work(again)), "offloaded": on_host, "kept_for_effects": kept}
         return replace(plan, recipe=recipe, statistics={**plan.statistics, **rows})
 
     def _work(self, recomputed: frozenset[int]) -> dict[int, dict[str, float]]:

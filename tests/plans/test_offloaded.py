@@ -129,7 +129,6 @@ def test_a_fast_link_to_the_host():
         ({"fit": ("host",), "hardware": "cpu"}, "`cpu` has no link to the host"),
         ({"host_memory": "64GB"}, "add 'host' to fit"),
         ({"fit": ("host",), "host_memory": -1}, "host_memory is a number of bytes above 0"),
-        ({"pins": {"0": ON_HOST}}, "has the memory kind `pinned_host`: pins are layouts alone"),
     ],
 )
 def test_mistakes(options, message):
