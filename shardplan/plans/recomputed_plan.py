@@ -90,9 +90,10 @@ class RecomputedPlans:
 
     def within(self, limit: float, watch: Stopwatch) -> PlanData:
         """The plan within a limit that adds the least work. Raises InfeasibleError where none is found."""
-        fitting = [best for fates in self._fates if (best := self._best_for(limit, fates, watch)) is not None]
-        if fitting:
-            best = min(fitting, key=lambda one: one.seconds)
+        for fates in self._fates:
+            self._choose_for(limit, fates, watch)
+        best = self._best_of(self._tried, limit)  # also what was found for other limits
+        if best is not None:
             return self._reported(self._improved(best, limit, watch), watch)
         leanest = min(self._tried.values(), key=lambda one: one.peak_bytes)
         try:
@@ -118,8 +119,8 @@ class RecomputedPlans:
 
     # ---- what is recomputed
 
-    def _best_for(self, limit: float, fates: Fates, watch: Stopwatch) -> _Rewritten | None:
-        """The best program that fits: what is chosen for the limit, then for as much less or more as was missed."""
+    def _choose_for(self, limit: float, fates: Fates, watch: Stopwatch) -> None:
+        """Tries what is chosen for the limit, then for as much less or more as was missed."""
         target, seen, missed = limit, [frozenset[int]()], np.inf
         for number in range(_MOST_CHOICES):
             best = self._best_of(seen, limit)
@@ -147,7 +148,6 @@ class RecomputedPlans:
         if self._best_of(seen, limit) is None:  # as many as save memory
             seen.append(self._choice(0.0, fates))
             self._rewritten(seen[-1], watch)
-        return self._best_of(seen, limit)
 
     def _choice(self, target: float, fates: Fates) -> frozenset[int]:
         """What is chosen for a limit, of what can be made again in the program as it is: barriers of the released
