@@ -130,8 +130,8 @@ def _with(graph: ResidualGraph, kind: frozenset[int], chosen: frozenset[int], fa
 
 
 def _kept_again(graph: ResidualGraph, chosen: frozenset[int], limit: float) -> frozenset[int]:
-    """Fewer of the chosen, those first that take longest for what they save; of many, whole kinds at first. What exceeds
-    the limit may do so by less then: what a residual is made of is kept for it."""
+    """Fewer of the chosen, those first that take longest for what they save; of many, whole kinds at first. What
+    exceeds the limit may do so by less then: what a residual is made of is kept for it."""
     now = _Judged.of(graph, chosen, limit)
     families = [one for kind in _kinds(graph) for one in (kind & chosen, frozenset(map(invert, kind)) & chosen)]
     kinds = [kind for kind in families if len(kind) > 1] if len(chosen) > _MANY else []
