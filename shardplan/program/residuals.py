@@ -17,6 +17,7 @@ computed element by element from them follows them: kernels that read it compute
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from shardplan import rules
 from shardplan.memoize import memoize
@@ -76,10 +77,16 @@ def _shown(program: Program, value: int) -> int:
     return value
 
 
-@memoize
 def border(program: Program) -> int:
-    """The operation, by index, behind which most bytes wait for a further reader: those that lead to a product or a
-    loop, which gradients of weights do not. What has one reader alone does not wait."""
+    """The operation, by index, behind which most bytes wait for a further reader."""
+    waiting = waiting_bytes(program)
+    return waiting.index(max(waiting))
+
+
+@memoize
+def waiting_bytes(program: Program) -> list[int]:
+    """The bytes that wait for a further reader behind each operation: those that lead to a product or a loop, which
+    gradients of weights do not. What has one reader alone does not wait."""
     makers, values, leading = program.makers, program.values, set[int]()
     for index in reversed(program.regions[0].operations):
         operation = program.operations[index]
@@ -95,12 +102,7 @@ def border(program: Program) -> int:
         if makers[value].region == 0 and first.get(value) != last.get(value):
             change[makers[value].index] += values[value].total_bytes
             change[last[value]] -= values[value].total_bytes
-    most, waiting, found = 0, 0, 0
-    for index, more in enumerate(change):
-        waiting += more
-        if waiting > most:
-            most, found = waiting, index
-    return found
+    return list(accumulate(change))
 
 
 @memoize
