@@ -175,16 +175,20 @@ class BlockCandidates:
     def _families_of(self, value: int, size: float) -> Iterator[_Family]:
         single = []
         for dim, extent in enumerate(self._program.values[value].shape):
-            family = self._family(((value, dim),), 0.0) if extent > 1 else None
-            if family is None:
+            seeds: tuple[tuple[int, int], ...] = ((value, dim),)
+            found = grown(self._program, seeds) if extent > 1 else None
+            family = self._family(seeds, *found, 0.0) if found else None
+            if found is None or family is None:
                 continue
             single.append(family)
-            yield from filter(None, (family, self._family(family.seeds, _COMPONENT * size)))
+            yield from filter(None, (family, self._family(seeds, *found, _COMPONENT * size)))
         for pair in combinations([one for one in single if one.overlaps], 2):
-            yield from filter(None, [self._family((*pair[0].seeds, *pair[1].seeds), 0.0)])
+            seeds = (*pair[0].seeds, *pair[1].seeds)
+            yield from filter(None, [self._family(seeds, *grown(self._program, seeds), 0.0)])
 
-    def _family(self, seeds: tuple[tuple[int, int], ...], least_bytes: float) -> _Family | None:
-        program, growth = grown(self._program, seeds)
+    def _family(
+        self, seeds: tuple[tuple[int, int], ...], program: Program, growth: Growth, least_bytes: float
+    ) -> _Family | None:
         found = tuple(regions(program, growth, least_bytes))
         if not found:
             return None
