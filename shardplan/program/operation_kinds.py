@@ -9,6 +9,7 @@ from shardplan.memoize import memoize
 from shardplan.program.program import Operation, Program, operand_type
 
 CONVOLUTION, PRODUCT, POOLING_GRADIENT = "conv_general_dilated", "dot_general", "select_and_scatter_add"
+PRODUCTS = frozenset({PRODUCT, CONVOLUTION, "ragged_dot_general"})
 REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
 )
