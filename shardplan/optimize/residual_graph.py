@@ -197,6 +197,25 @@ class ResidualGraph:
         """The seconds of one fate alone: those of making a residual again, or of the longer copy of it."""
         return self.seconds[fate] if fate >= 0 else self.host_sizes[~fate] * self._host_seconds_per_byte
 
+    def least_seconds(self, value: int, recompute: bool, host: bool) -> float:
+        """The seconds of the cheapest fate of a residual that is not kept, among any others: below zero where it saves
+        more than it takes. Infinite where it has no other fate."""
+        again = 0.0 if value in self.unread else self.seconds[value] - sum(s for _, s in self._read.get(value, ()))
+        found = [max(0.0, again) - self._stacking.get(value, 0.0)] if recompute else []
+        return min([*found, *([0.0] if host and value in self.movable else [])], default=np.inf)
+
+    def waiting_at(self, place: int) -> dict[int, float]:
+        """Per residual, the bytes at a place that wait for the backward part if it is kept: its own, and those of what
+        kernels compute of it."""
+        found = dict[int, float]()
+        for value in self.residuals:
+            found[value] = sum(size for until, end, size in self._waiting.get(value, ()) if until < place <= end)
+        for value in self._following:
+            size = sum(size for until, _, size in self._waiting[value] if until < place < self._late[value])
+            for source in self.sources[value]:
+                found[source] = found.get(source, 0.0) + size
+        return found
+
     def fresh_sources(self, values: Iterable[int], fates: Collection[int]) -> set[int]:
         """The residuals that some are made of which nothing late reads otherwise, and theirs."""
         read = {source for use in self._uses for source in (use.value, *use.sources)}
