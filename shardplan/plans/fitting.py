@@ -81,7 +81,7 @@ class Fitting:
         self.take(free, 0.0)
         with suppress(InfeasibleError):
             other = self.by_other_means(options, watch)
-            return min(plan, other, key=lambda one: step_time(one.schedule).seconds)
+            return min(plan, other, key=_seconds)
         return plan
 
     def take(self, free: PlanData, refused: float) -> None:
@@ -123,4 +123,5 @@ class Fitting:
 
 
 def _seconds(plan: PlanData) -> float:
-    return step_time(plan.schedule).seconds
+    """Of a step, with those that products in blocks take longer since they are small."""
+    return step_time(plan.schedule).seconds + float(plan.statistics.get("slower_seconds", 0.0))

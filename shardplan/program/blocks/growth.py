@@ -25,7 +25,10 @@ def grown(
     program: Program, seeds: Sequence[tuple[int, int]], refused: Mapping[int, str] = MappingProxyType({})
 ) -> tuple[Program, Growth]:
     """The growth of some indices, and the program with barriers that hold nothing but what has them."""
-    program = _released(program, grow(program, seeds, refused))
+    growth = grow(program, seeds, refused)
+    if not any(is_barrier(program.operations[index]) for index in growth.along):
+        return program, growth
+    program = _released(program, growth)
     return program, grow(program, seeds, refused)
 
 
