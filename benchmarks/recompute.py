@@ -29,7 +29,8 @@ from shardplan.timing.step_time import step_time
 INTRODUCTION = """Training steps within memory limits: the bytes of the state, and a share of what the compiled step
 without a limit holds above it. Peaks are compiled for H100 with `verify=True`. Operations are those of products and
 convolutions, as a share of those of the plain step. ms are the predicted time of the step above that of the plain one.
-Policies by hand are those of `jax.checkpoint` around every layer, with layouts by the planner. The column "by" counts
+Policies by hand are those of `jax.checkpoint` around every layer, with layouts by the planner: those of JAX, and those
+that MaxText makes of names (its `full` is `nothing_saveable`). The column "by" counts
 the values that are computed again, and the loops of blocks."""
 HEADER = (
     "step",
@@ -71,6 +72,7 @@ MESHES = {"1": (1,), "8": (8,), "2x4": (2, 4)}
 STEPS = ("gpt4", "gpt12", "gpt12scan", "llama", "bert", "vit", "t5", "mamba", "moe", "resnet")
 SHARES = (0.7, 0.5, 0.4)
 POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+BY_HAND = (*POLICIES, *gpt.SAVED_NAMES)
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
@@ -167,15 +169,15 @@ def rows(name: str, mesh_name: str, shares: Sequence[float]) -> Iterator[Row]:
         except shardplan.InfeasibleError as error:
             yield Row(name, mesh_name, f"at {share}", limit, error.least_peak_bytes)
     if step.checkpoint is not None:
-        for policy in POLICIES:
+        for policy in BY_HAND:
             yield row(policy, None, _plan(step.checkpoint(policy), mesh, 1e15))
 
 
 def draw(found: Sequence[Row], path: Path) -> None:
-    """Writes peaks against the products' operations and against the predicted time, as two curves with the policies by
-    hand as points."""
+    """Writes peaks against the products' operations and against the predicted time, as two curves with JAX's policies
+    as points."""
     measured = [row for row in found if row.plan is not None]
-    ours = [row for row in measured if row.way not in POLICIES]
+    ours = [row for row in measured if row.way not in BY_HAND]
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "recompute"}):
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         for axes, label, value in zip(

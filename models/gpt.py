@@ -3,32 +3,52 @@
 The published sizes are those of GPT-2 (Radford et al., 2019) and GPT-3 (Brown et al., 2020, table 2.1; dense attention
 in every layer). `dropout` is that of GPT-2: of the embeddings, of the attention's weights, and of the residual of each
 half of a block. `scan_layers` runs one block over the stacked parameters of all. `checkpoint` saves the activations of
-the named policy, and recomputes all others in the backward pass.
+the named policy, and recomputes all others in the backward pass. For policies that save by names, activations have the
+names of MaxText.
 
 >>> from shardplan.models import gpt
 >>> gpt.training().parameters // 10**6
 93
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
 from shardplan.models.training import Batch, State, Training, checkpoint_policy, next_token_training
+
+_PROJECTIONS = ("query_proj", "key_proj", "value_proj")
+
+SAVED_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "minimal": (*_PROJECTIONS, "out_proj", "mlpwi", "mlpwo"),
+        "minimal_with_context": (*_PROJECTIONS, "context", "out_proj", "mlpwi", "mlpwo"),
+        "save_dot_except_mlpwi": (*_PROJECTIONS, "out_proj", "mlpwo"),
+        "save_dot_with_context_except_mlp": (*_PROJECTIONS, "context", "out_proj"),
+        "save_dot_except_mlp": (*_PROJECTIONS, "out_proj"),
+        "save_qkv_proj": _PROJECTIONS,
+        "save_out_proj": ("out_proj",),
+    }
+)
+"""The names that policies of MaxText save (its option `remat_policy`). Its policy `full` saves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """Sizes. Parameters are float32; `compute_dtype` is that of the layers (lookup, softmax and loss: float32).
 
-    `dropout` is the part that is dropped; `checkpoint` names a policy of `jax.checkpoint_policies`, None keeps all.
+    `dropout` is the part that is dropped. `checkpoint` names a policy of `jax.checkpoint_policies`, or a set of names
+    of `SAVED_NAMES`; None keeps all.
     """
 
     layers: int = 2
@@ -44,6 +64,16 @@ class Config:
     compute_dtype: DTypeLike = jnp.float32
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
+
+    def named(self, activation: jax.Array, name: str) -> jax.Array:
+        """An activation with its name for policies by names."""
+        return checkpoint_name(activation, name) if self.checkpoint in SAVED_NAMES else activation
+
+
+def _policy(name: str) -> Callable[..., Any]:
+    """The policy of a set of names, or of `jax.checkpoint_policies`. Raises `ValueError` for an unknown name."""
+    names = SAVED_NAMES.get(name)
+    return checkpoint_policy(name) if names is None else jax.checkpoint_policies.save_only_these_names(*names)
 
 
 CONFIGS = {
@@ -69,16 +99,16 @@ class Attention(nn.Module):
         per_head = (batch, sequence, self.config.heads, width // self.config.heads)
         dense = partial(nn.Dense, width, dtype=self.config.compute_dtype)
         names = ("batch", "sequence", "heads", "head_dim")
-        query = logical(dense(name="query")(x).reshape(per_head), *names)
-        key = logical(dense(name="key")(x).reshape(per_head), *names)
-        value = logical(dense(name="value")(x).reshape(per_head), *names)
+        query = logical(self.config.named(dense(name="query")(x), "query_proj").reshape(per_head), *names)
+        key = logical(self.config.named(dense(name="key")(x), "key_proj").reshape(per_head), *names)
+        value = logical(self.config.named(dense(name="value")(x), "value_proj").reshape(per_head), *names)
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) / per_head[-1] ** 0.5
         causal = jnp.tril(jnp.ones((sequence, sequence), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min))
         weights = nn.Dropout(self.config.dropout, deterministic=False)(weights)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
-        mixed = logical(mixed, *names).reshape(x.shape)
-        return dense(name="out")(mixed)
+        mixed = self.config.named(logical(mixed, *names), "context").reshape(x.shape)
+        return self.config.named(dense(name="out")(mixed), "out_proj")
 
 
 class MLP(nn.Module):
@@ -89,8 +119,9 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         dense = partial(nn.Dense, dtype=self.config.compute_dtype)
-        hidden = logical(nn.gelu(dense(4 * self.config.width, name="up")(x)), "batch", "sequence", "mlp")
-        return dense(self.config.width, name="down")(hidden)
+        up = self.config.named(dense(4 * self.config.width, name="up")(x), "mlpwi")
+        hidden = logical(nn.gelu(up), "batch", "sequence", "mlp")
+        return self.config.named(dense(self.config.width, name="down")(hidden), "mlpwo")
 
 
 class Block(nn.Module):
@@ -123,7 +154,7 @@ class GPT(nn.Module):
         x = nn.Dropout(config.dropout, deterministic=False)(x)
         block: Any = Block
         if config.checkpoint is not None:
-            policy = checkpoint_policy(config.checkpoint)
+            policy = _policy(config.checkpoint)
             block = nn.remat(Block, policy=policy, prevent_cse=not config.scan_layers)
         if config.scan_layers:
             split: dict[Any, bool] = {"params": True, "dropout": True}
@@ -150,7 +181,7 @@ def training(config: Config | None = None) -> Training:
     if config.width % config.heads:
         raise ValueError(f"`heads` must divide `width`: got {config.heads} heads and a width of {config.width}")
     if config.checkpoint is not None:
-        checkpoint_policy(config.checkpoint)
+        _policy(config.checkpoint)
     model = GPT(config)
     shape = (config.batch, config.sequence)
 

@@ -9,6 +9,7 @@ import pytest
 
 import shardplan
 from shardplan.models import bert, dit, gpt, llama, load, t5, vit
+from shardplan.program.tracing import trace_program
 from tests.helpers.slow_devices import SLOW_DEVICES
 
 # As stated with the weights or in the papers that the modules name; in millions, as precisely as stated.
@@ -92,6 +93,26 @@ def test_gpt_scanned_and_recomputed_is_the_same_step(checkpoint: str | None):
     changed = [jax.tree.leaves(params) for params in (stacked(new["params"]), new_scanned["params"])]
     difference = np.linalg.norm([np.linalg.norm(first - second) for first, second in zip(*changed, strict=True)])
     assert difference <= 1e-4 * np.linalg.norm([np.linalg.norm(leaf) for leaf in changed[0]])
+
+
+@pytest.mark.long
+def test_what_gpt_saves_by_names():
+    """The products of a layer that are made again are those without a saved name."""
+    saved = [
+        None,
+        "minimal_with_context",
+        "minimal",
+        "save_dot_with_context_except_mlp",
+        "save_qkv_proj",
+        "save_out_proj",
+    ]
+    found = []
+    for name in saved:
+        training = gpt.training(replace(gpt.SMALL, checkpoint=name))
+        program = trace_program(training.train_step, (training.state, training.batch))
+        found.append(sum(o.primitive.name == "dot_general" for o in program.operations))
+    # scores; the context as well; scores and up; scores, context, out, up; all but out, and down, which nothing reads
+    assert [count - found[0] for count in found] == [0, 1, 2, 2, 4, 6]
 
 
 @pytest.mark.long
