@@ -61,7 +61,7 @@ class Fitting:
         self._program, self._mesh = program, mesh
         self._free: PlanData | None = None  # the plan without a limit, where no layout fits
         self._refused = 0.0  # the largest limit that no layout keeps
-        self._means: dict[str, FittingPlans] = {}
+        self._means: dict[tuple[str, bool], FittingPlans] = {}  # by the means, and whether values may wait on the host
 
     def plan(self, options: Options, excess: Mapping[int, float] = MappingProxyType({})) -> PlanData:
         """The plan within the limit of the options; ``excess`` as for `plan_program`.
@@ -103,7 +103,7 @@ class Fitting:
                     found.append(self._by(word, self._free, options, watch).within(limit, watch))
                 except InfeasibleError as error:
                     refused.append(error)
-        recomputed = self._means.get("recompute")
+        recomputed = self._means.get(("recompute", HOST in options.fit))
         both = {"recompute", "blocks"}.issubset(options.fit)
         if isinstance(recomputed, RecomputedPlans) and both and not found and watch.left > 0:
             try:
@@ -116,9 +116,10 @@ class Fitting:
         raise InfeasibleError(". ".join(str(error).rstrip(".") for error in refused), least)
 
     def _by(self, word: str, free: PlanData, options: Options, watch: Stopwatch) -> FittingPlans:
-        if word not in self._means:
-            self._means[word] = MEANS["blocks" if word == _BOTH else word](self._program, free, options, watch)
-        return self._means[word]
+        key = word, HOST in options.fit
+        if key not in self._means:
+            self._means[key] = MEANS["blocks" if word == _BOTH else word](self._program, free, options, watch)
+        return self._means[key]
 
 
 def _seconds(plan: PlanData) -> float:

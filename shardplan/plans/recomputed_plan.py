@@ -26,7 +26,7 @@ from shardplan.optimize.solve_once import ACCEPTABLE_GAP, Choices, FoundSchedule
 from shardplan.optimize.step_time_objective import LEAST_SHARE
 from shardplan.optimize.within_memory import search_within
 from shardplan.options import Options
-from shardplan.plans.pipeline import build_problem, donated_leaves, host_memory_of, plan_of
+from shardplan.plans.pipeline import build_problem, donated_leaves, host_memory_of, pinned_rows, plan_of
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.report import glob_of
 from shardplan.plans.stopwatch import Stopwatch
@@ -94,9 +94,10 @@ class RecomputedPlans:
 
     def within(self, limit: float, watch: Stopwatch) -> PlanData:
         """The plan within a limit that adds the least work. Raises InfeasibleError where none is found."""
-        fitting = [best for fates in self._fates if (best := self._best_for(limit, fates, watch)) is not None]
-        if fitting:
-            best = min(fitting, key=lambda one: one.seconds)
+        for fates in self._fates:
+            self._choose_for(limit, fates, watch)
+        best = self._best_of(self._tried, limit)  # also what was found for other limits
+        if best is not None:
             return self._reported(self._improved(best, limit, watch), watch, limit)
         leanest = min(self._tried.values(), key=lambda one: one.peak_bytes)
         try:
@@ -122,8 +123,8 @@ class RecomputedPlans:
 
     # ---- what is recomputed
 
-    def _best_for(self, limit: float, fates: Fates, watch: Stopwatch) -> _Rewritten | None:
-        """The best program that fits: what is chosen for the limit, then for as much less or more as was missed."""
+    def _choose_for(self, limit: float, fates: Fates, watch: Stopwatch) -> None:
+        """Tries what is chosen for the limit, then for as much less or more as was missed."""
         target, seen, missed = limit, [frozenset[int]()], np.inf
         fits, exceeds, less = -np.inf, np.inf, 0.0  # targets that did, and the seconds of the latter
         for number in range(_MOST_CHOICES):
@@ -154,7 +155,6 @@ class RecomputedPlans:
         if self._best_of(seen, limit) is None:  # as many as save memory
             seen.append(self._choice(0.0, fates))
             self._rewritten(seen[-1], watch)
-        return self._best_of(seen, limit)
 
     def _choice(self, target: float, fates: Fates) -> frozenset[int]:
         """What is chosen for a limit, of what can be made again in the program as it is: barriers of the released
@@ -281,7 +281,9 @@ class RecomputedPlans:
             estimated = self._graph.estimate(self._in_graph(chosen.chosen))[0].max()
             least = users + least_seconds(self._graph, max(limit, estimated), self._fates[-1])
             bounds = {"least_added_seconds": min(least, added)}
-        rows = {"recomputed": self._rows(work), "offloaded": self._rows(waiting), "kept_for_effects": kept}
+        pinned = pinned_rows(found.schedule, self._options, sum(copies[v].seconds for v in sizes))
+        on_host = [*self._rows(waiting), *pinned]
+        rows = {"recomputed": self._rows(work), "offloaded": on_host, "kept_for_effects": kept}
         return replace(plan, recipe=recipe, statistics={**plan.statistics, **rows, **bounds})
 
     def _work(self, recomputed: frozenset[int]) -> dict[int, dict[str, float]]:

@@ -38,6 +38,20 @@ def readers_of(operations: Iterable[Operation]) -> dict[int, list[Operation]]:
     return readers
 
 
+def is_product(program: Program, operation: Operation) -> bool:
+    """Whether an operation is a product or a convolution, and no outer product."""
+    return operation.primitive.name in PRODUCTS and not is_outer_product(program, operation)
+
+
+def is_outer_product(program: Program, operation: Operation) -> bool:
+    """Whether a product has no contraction: it is an elementwise multiplication."""
+    if operation.primitive.name != PRODUCT:
+        return False
+    (contracted, _), _ = operation.params["dimension_numbers"]
+    shape = operand_type(program, operation.operands[0]).shape
+    return prod(shape[dim] for dim in contracted) == 1
+
+
 def is_scatter(program: Program, operation: Operation) -> bool:
     """Whether an operation writes to many places that are data. A write to one place is an update of a slice, which
     fuses.

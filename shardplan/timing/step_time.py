@@ -80,13 +80,8 @@ class StepTime:
 
 def step_time(schedule: Schedule) -> StepTime:
     """The seconds of a schedule: its operations, its collectives that can hide, the others, and copies to the host."""
-    problem, strategies = schedule.problem, schedule.assignment.strategies
+    problem, seconds = schedule.problem, _work(schedule)
     prices, hidden = time_prices(problem), timing_of(problem).hidden
-    seconds = {
-        operation.index: work_seconds(problem, prices, operation, strategies[operation.index].degree)
-        for operation in problem.program.operations
-        if operation.index in strategies
-    }
     left_out = regions_left_out(problem.program, seconds)
     work = sum(s for index, s in seconds.items() if problem.program.operations[index].region not in left_out)
     waiting, overlappable, taken = seconds_of_copies(schedule, seconds), 0.0, 0.0
@@ -97,6 +92,22 @@ def step_time(schedule: Schedule) -> StepTime:
         else:
             waiting += sent_seconds(prices, sent)
     return StepTime(work, waiting, overlappable, taken)
+
+
+def waiting_for_copies(schedule: Schedule) -> float:
+    """The seconds of a step that are copies from and to the host which outlast its work."""
+    return seconds_of_copies(schedule, _work(schedule))
+
+
+def _work(schedule: Schedule) -> dict[int, float]:
+    """The seconds of each operation, by index."""
+    problem, strategies = schedule.problem, schedule.assignment.strategies
+    prices = time_prices(problem)
+    return {
+        operation.index: work_seconds(problem, prices, operation, strategies[operation.index].degree)
+        for operation in problem.program.operations
+        if operation.index in strategies
+    }
 
 
 def time_prices(problem: Problem, hardware: HardwareProfile | str | Path | None = None) -> Prices:
