@@ -28,10 +28,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardplan import _jax
-from shardplan.program.operation_kinds import readers_in
+from shardplan.program.operation_kinds import PRODUCTS, readers_in
 from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.prune import prune
-from shardplan.program.residuals import PRODUCTS, border, waiting_bytes
+from shardplan.program.residuals import border, waiting_bytes
 
 
 def state_on_host(program: Program, positions: Collection[int]) -> Program:
