@@ -24,7 +24,7 @@ from shardplan import _jax
 from shardplan.problem.loop_carry_sums import carries_of_sums
 from shardplan.problem.ops.slice import SLICES
 from shardplan.problem.strategy import Choices
-from shardplan.problem.sum_dtypes import precise_dtype
+from shardplan.problem.sum_dtypes import deferred_dtype
 from shardplan.program.blocks.loop import ends_sum
 from shardplan.program.control_flow import Links
 from shardplan.program.program import Constant, Operation, Program
@@ -41,13 +41,18 @@ class DeferredSums:
 
     ``values`` are those values. ``operands`` maps an operation to the sets of positions of operands that are partial
     together. An operation uses one of these sets, and an operation with strategies of its own may use any. ``rounded``
-    are values that only pass on other sums.
+    are values that only pass on other sums. ``reduce_dtype`` is the user's.
     """
 
     def __init__(
-        self, program: Program, choices: Mapping[int, Choices], links: Mapping[int, Links], fixed: Mapping[int, Any]
+        self,
+        program: Program,
+        choices: Mapping[int, Choices],
+        links: Mapping[int, Links],
+        fixed: Mapping[int, Any],
+        reduce_dtype: Any,
     ) -> None:
-        self._program = program
+        self._program, self._reduce_dtype = program, reduce_dtype
         self._operations = tuple(part for operation in program.operations for part in _parts(operation))
         self._choices = {part.index: _BARRIER_CHOICES for part in self._operations if part.index < 0} | {**choices}
         self._fixed = fixed
@@ -95,7 +100,7 @@ class DeferredSums:
         for operation in self._linears:
             if ends_sum(operation) and self._is_open(operation):
                 before, after = (self._program.values[v] for v in (*operation.read, *operation.results))
-                if _jax.item_bytes(precise_dtype(after)) < _jax.item_bytes(before.dtype):
+                if _jax.item_bytes(deferred_dtype(after, self._reduce_dtype)) < _jax.item_bytes(before.dtype):
                     yield operation
 
     def _is_open(self, operation: Operation) -> bool:
