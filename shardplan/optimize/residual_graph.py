@@ -79,10 +79,11 @@ class ResidualGraph:
         self._waiting = {value: [*self._waits(value)] for value in self._spans}
         for value in self.stacks:  # from the beginning of the loop that fills it
             self._waiting[value] = [(start - 1, end, size) for start, end, size in self._spans.get(value, ())]
-        self._following: dict[int, list[int]] = {}  # what waits with each residual that it is computed of
-        for value, waiting in self._waiting.items():
-            for source in self.sources[value] if waiting and value not in self._known and value in self._late else ():
-                self._following.setdefault(source, []).append(value)
+        self._waits_along = [v for v, w in self._waiting.items() if w and v not in self._known and v in self._late]
+        self._following: dict[int, list[int]] = {}  # their numbers, by the residuals that they are computed of
+        for number, value in enumerate(self._waits_along):
+            for source in self.sources[value]:
+                self._following.setdefault(source, []).append(number)
         self.sizes = {value: self._size(value) for value in self.residuals}
         self.cheap = set[int]()  # what no large product makes: what checkpoint policies by hand compute again
         self._read: dict[int, list[tuple[int, float]]] = {}  # of slices, the seconds of reading others
@@ -165,7 +166,8 @@ class ResidualGraph:
         for value, place in found.first.items():
             begins = min(copies[value].back, place) if value in copies else place
             change += (begins, self.sizes[value]), (max(found.last[value], place) + 1, -self.sizes[value])
-        for value in dict.fromkeys(v for source in found.first for v in self._following.get(source, ())):
+        numbers = {number for source in found.first for number in self._following.get(source, ())}
+        for value in map(self._waits_along.__getitem__, sorted(numbers)):
             for until, _, size in self._waiting[value]:
                 change += (until + 1, -size), (self._late[value], size)
         for value, place in found.kept.items():
