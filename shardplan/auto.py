@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, overload
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from shardplan import _jax
 from shardplan.audits.refine import refined
@@ -27,7 +27,7 @@ from shardplan.errors import (
 from shardplan.frameworks import adapt_call
 from shardplan.hardware import HardwareProfile
 from shardplan.layout.mesh import GivenMesh, NoMesh, as_mesh, mesh_of_context
-from shardplan.options import FITS, Options
+from shardplan.options import FITS, Options, Pin
 from shardplan.plans import planned_call, processes, result_layouts, runner
 from shardplan.plans.explicit_types import axis_types_of
 from shardplan.plans.jit_options import with_options_of
@@ -56,7 +56,7 @@ def auto(
     memory_limit: float | str | None = None,
     objective: str = "bytes",
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
-    pins: Mapping[str, PartitionSpec] | None = None,
+    pins: Mapping[str, Pin] | None = None,
     like: AutoFunction | Plan | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
@@ -90,8 +90,9 @@ def auto(
         memory_limit: bytes of one device, as a number or as ``"11GB"``.
         objective: ``"bytes"`` (sent per device and step) or ``"time"`` (seconds by the hardware profile).
         hardware: a profile or its name. By default that of the mesh's devices, or ``"h100"`` without devices.
-        pins: path globs of arguments to their ``PartitionSpec``s. Arguments also keep typed layouts over axes of type
-            Explicit.
+        pins: path globs of arguments to their ``PartitionSpec``s, to ``"pinned_host"`` for arguments that wait in host
+            memory outside of their use (``plan.offloaded``), or to a ``NamedSharding`` with both. Arguments also keep
+            typed layouts over axes of type Explicit.
         like: a planned step, or a plan, that shares its state with some arguments, matched by path or by tree. They
             keep their layouts there, and nothing moves between the two (`shardplan.plans.like`). Further plans of one
             function keep the state's layouts of its first plan in any case, where memory allows it.
@@ -278,7 +279,7 @@ def options_from(given: dict[str, Any]) -> Options:
 
 def _no_option(given: Iterable[str]) -> ArgumentError:
     """The error of names among which one is no option, with the nearest that is one."""
-    known = [name for name in Options.__dataclass_fields__ if name != "results"]
+    known = [name for name in Options.__dataclass_fields__ if name not in ("results", "on_host")]
     unknown = next(name for name in given if name not in known)
     nearest = get_close_matches(unknown, known, n=1)
     meant = f": did you mean `{nearest[0]}`?" if nearest else "."

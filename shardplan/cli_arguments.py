@@ -1,7 +1,7 @@
 """The argument formats of the command line: steps and pins as texts.
 
->>> parse_pin("0/params/*/kernel=-,data+model")
-('0/params/*/kernel', P(None, ('data', 'model')))
+>>> parse_pin("0/params/*/kernel=-,data+model"), parse_pin("0/opt_state/*=pinned_host")
+(('0/params/*/kernel', P(None, ('data', 'model'))), ('0/opt_state/*', 'pinned_host'))
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from shardplan._jax import HOST_MEMORY
 from shardplan.errors import ArgumentError
 
 
@@ -80,16 +81,19 @@ def _as_step(found: Any) -> Step | None:
     return None
 
 
-def parse_pin(text: str) -> tuple[str, PartitionSpec]:
-    """A pin from ``path=spec``: one entry per dimension, its mesh axes joined by ``+``, or ``-`` for a whole one."""
+def parse_pin(text: str) -> tuple[str, PartitionSpec | str]:
+    """A pin from ``path=spec``: one entry per dimension, its mesh axes joined by ``+``, or ``-`` for a whole one; or
+    from ``path=pinned_host``."""
     path, separator, spec = text.rpartition("=")
     if not separator or not path:
         raise ArgumentError(f"a pin is written `path=spec`, as `0/params/*/kernel=-,data+model`, got `{text}`")
+    if spec.strip() == HOST_MEMORY:
+        return path, HOST_MEMORY
     entries = [entry.strip() for entry in spec.split(",")] if spec.strip() else []
     return path, PartitionSpec(*[_entry(entry) for entry in entries])
 
 
-def parse_pins(texts: Sequence[str]) -> dict[str, PartitionSpec]:
+def parse_pins(texts: Sequence[str]) -> dict[str, PartitionSpec | str]:
     """All pins by their paths, one for each path."""
     pins = [parse_pin(text) for text in texts]
     paths = [path for path, _ in pins]

@@ -13,7 +13,7 @@ from jax.numpy import finfo
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy import dtype
 
-from shardplan._jax import is_float
+from shardplan._jax import HOST_MEMORY, is_float
 from shardplan.errors import ArgumentError, warn
 from shardplan.hardware import HardwareProfile, load
 from shardplan.layout.objectives import OBJECTIVES
@@ -25,6 +25,9 @@ FITS = ("recompute", "blocks")
 
 HOST = "host"
 """What it may do in addition: have values wait in host memory."""
+
+Pin = PartitionSpec | NamedSharding | str
+"""A layout, a layout with a memory kind, or a memory kind alone."""
 
 MOST_REFINED = 8
 """The most plans that `refine` compares."""
@@ -57,8 +60,15 @@ class Options:
     host_memory: Any = None
     results: Mapping[str, PartitionSpec] | None = None
     """The layouts of results by their paths, from ``out_shardings`` or their types. Planning sets them."""
+    on_host: tuple[str, ...] = ()
+    """Path globs of the arguments that pins put into host memory: a pin may have, or be, a memory kind. Only its layout
+    stays among the pins."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.pins, Mapping):
+            layouts, on_host = _split_pins(self.pins)
+            object.__setattr__(self, "pins", layouts)
+            object.__setattr__(self, "on_host", (*self.on_host, *on_host))
         for name in ("memory_limit", "host_memory"):
             if isinstance(given := getattr(self, name), str):
                 object.__setattr__(self, name, parse_bytes(given))
@@ -101,14 +111,11 @@ class Options:
                 raise ArgumentError(
                     f"pins map path globs to PartitionSpecs: `{path!r}` is no path, such as `0/params/*`"
                 )
-            if isinstance(spec, NamedSharding) and spec.memory_kind not in (None, "device"):
-                raise ArgumentError(
-                    f"the pin `{path}` has the memory kind `{spec.memory_kind}`: pins are layouts alone. Put the "
-                    "argument there with jax.device_put, and its new value inside of the step by jax.device_put(x, "
-                    "jax.memory.Space.Host)"
-                )
             if not isinstance(spec, PartitionSpec):
-                raise ArgumentError(f"the pin `{path}` is `{spec!r}`: a jax.sharding.PartitionSpec was expected")
+                raise ArgumentError(
+                    f"the pin `{path}` is `{spec!r}`: a jax.sharding.PartitionSpec was expected, or the memory kind "
+                    f"{HOST_MEMORY!r}, or a NamedSharding with both"
+                )
 
     def check_host(self) -> None:
         """Raises ArgumentError for wrong options of values in host memory. The hardware may be known late."""
@@ -116,9 +123,11 @@ class Options:
             raise ArgumentError(f"host_memory is a number of bytes above 0, got `{self.host_memory!r}`")
         if self.host_memory is not None and HOST not in self.fit:
             raise ArgumentError(f"host_memory is for values that wait there: add {HOST!r} to fit, got `{self.fit!r}`")
-        if HOST in self.fit and self.hardware is not None and load(self.hardware).host_bytes_per_second is None:
+        asks = [f"the pin `{path}` is {HOST_MEMORY!r}" for path in self.on_host[:1]]
+        asks += [f"fit has {HOST!r}"] if HOST in self.fit else []
+        if asks and self.hardware is not None and load(self.hardware).host_bytes_per_second is None:
             raise ArgumentError(
-                f"fit has {HOST!r}, and the hardware profile `{load(self.hardware).name}` has no link to the host: "
+                f"{asks[0]}, and the hardware profile `{load(self.hardware).name}` has no link to the host: "
                 "state its `host_bytes_per_second`, or name another profile by hardware="
             )
 
@@ -144,6 +153,20 @@ def as_positions(argnums: int | Iterable[int] | None) -> tuple[int, ...]:
     if argnums is None:
         return ()
     return (argnums,) if isinstance(argnums, int) else tuple(sorted(argnums))
+
+
+def _split_pins(pins: Mapping[str, Pin]) -> tuple[dict[str, Any], list[str]]:
+    """Pins as layouts, and the paths that are pinned to host memory. What is neither stays, for `Options.check`."""
+    layouts, on_host = dict[str, Any](), list[str]()
+    for path, pin in pins.items():
+        kind = pin.memory_kind if isinstance(pin, NamedSharding) else pin
+        if kind == HOST_MEMORY and isinstance(path, str):
+            on_host.append(path)
+        if isinstance(pin, NamedSharding) and kind in (None, "device", HOST_MEMORY):
+            layouts[path] = pin.spec
+        elif kind != HOST_MEMORY:
+            layouts[path] = pin
+    return layouts, on_host
 
 
 def _is_positive(number: Any) -> bool:

@@ -23,6 +23,7 @@ from shardplan.program.operation_kinds import (
     REDUCTIONS,
     SCATTERS,
     VIEWS,
+    is_outer_product,
     is_scatter,
     is_view,
     moves_between_memories,
@@ -59,15 +60,6 @@ def library_products(program: Program) -> frozenset[int]:
     return frozenset(
         o.index for o in products if not is_outer_product(program, o) and not is_summation_kernel(program, o)
     )
-
-
-def is_outer_product(program: Program, operation: Operation) -> bool:
-    """Whether a product has no contraction: it is an elementwise multiplication."""
-    if operation.primitive.name != PRODUCT:
-        return False
-    (contracted, _), _ = operation.params["dimension_numbers"]
-    shape = operand_type(program, operation.operands[0]).shape
-    return prod(shape[dim] for dim in contracted) == 1
 
 
 @memoize

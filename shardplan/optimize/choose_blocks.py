@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import prod
+from math import ceil, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from shardplan.memory import Lifetimes
 from shardplan.problem.schedule import Schedule
 from shardplan.program.blocks import Blocks, Growth, Region, Tiling, grown, regions, tiling
 from shardplan.program.blocks.scans import with_bodies
-from shardplan.program.operation_kinds import readers_in
+from shardplan.program.operation_kinds import PRODUCTS, readers_in
 from shardplan.program.program import Program
 from shardplan.rules import Refusal
 from shardplan.timing.step_time import time_prices
@@ -40,17 +40,27 @@ _MOST_BLOCKS = 1024
 _GAIN = 0.99
 """Twice as many blocks have to lower the peak to such a share, or are not taken."""
 
+_AT_ONCE = 132 * 128 * 128
+"""Results of a product that are made at once: a tile of 128 x 128 on each multiprocessor of an H100. A last wave of
+fewer tiles takes as long (NVIDIA, Matrix Multiplication Background User's Guide, "Wave Quantization")."""
+
+_DEEPEST = 1024
+"""Terms of a result that one multiprocessor adds up. Several share a deeper one (split-K)."""
+
 _COMPONENT = 1 / 2
 """The least size of the values that a component is made of, as a share of the one that it begins with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Blocks, with the peak of a device in bytes and the seconds of work that they add, as estimated."""
+    """Blocks, with the peak of a device in bytes and the seconds of work that they add, as estimated.
+
+    ``slower`` are those of the seconds that products take longer since they are small, which no step time counts."""
 
     blocks: Blocks
     peak: float
     seconds: float
+    slower: float
 
 
 class BlockCandidates:
@@ -94,8 +104,9 @@ class BlockCandidates:
             return None
         loops = zip(family.loops.regions, tiles, strict=True)
         seconds = sum(self._seconds(family.growth, region, own) for region, own in loops)
+        slower = sum(self._slower(family.growth, own) for own in tiles)
         blocks = Blocks(family.seeds, counts, family.least_bytes, self._strided, family.mesh)
-        return Candidate(blocks, before, seconds)
+        return Candidate(blocks, before, seconds + slower, slower)
 
     def _peak(self, family: _Family, share: float) -> float:
         """The most bytes of a device where what is inside of loops has a share of its size."""
@@ -158,6 +169,26 @@ class BlockCandidates:
             again = [*whole, *(result for result in operation.results if result in tiles.reduced)]
             moved = sum(self._bytes(value) * (2 if value in tiles.reduced else 1) for value in again)
             total += prices.memory_seconds_per_byte * moved * (blocks - 1) * times
+        return total
+
+    def _slower(self, growth: Growth, tiles: Tiling) -> float:
+        """The time by which products take longer in blocks, whose last wave of tiles leaves multiprocessors idle."""
+        problem, prices, blocks, total = (
+            self._schedule.problem,
+            time_prices(self._schedule.problem),
+            prod(tiles.counts),
+            0.0,
+        )
+        for index in tiles.parts:
+            operation, strategy = self._program.operations[index], self._schedule.assignment.strategies.get(index)
+            made = operation.results[0]
+            if operation.primitive.name not in PRODUCTS or strategy is None or not growth.blocked(made):
+                continue
+            choices, results = problem.choices[index], self._program.values[made].elements
+            waves = max(results, choices.flops / 2 / _DEEPEST) / strategy.degree / _AT_ONCE
+            wave = prices.work(choices.flops, 0, choices.dtype, strategy.degree) / waves
+            times = self._program.regions[operation.region].times
+            total += times * wave * (blocks * ceil(waves / blocks) - ceil(waves))
         return total
 
     def _bytes(self, value: int) -> float:

@@ -50,7 +50,7 @@ def choose_recomputed(graph: ResidualGraph, limit: float, fates: Fates) -> froze
     fitting = [_kept_again(graph, one, limit) for one in found if _Judged.of(graph, one, limit).excess <= 0]
     if fitting:
         return min(fitting, key=lambda one: graph.estimate(one)[1])
-    return min(found, key=lambda one: _Judged.of(graph, one, limit).excess)
+    return _kept_again(graph, min(found, key=lambda one: _Judged.of(graph, one, limit).excess), limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +130,15 @@ def _with(graph: ResidualGraph, kind: frozenset[int], chosen: frozenset[int], fa
 
 
 def _kept_again(graph: ResidualGraph, chosen: frozenset[int], limit: float) -> frozenset[int]:
-    """Fewer of the chosen, those first that take longest for what they save; of many, whole kinds at first."""
+    """Fewer of the chosen, those first that take longest for what they save; of many, whole kinds at first. What
+    exceeds the limit may do so by less then: what a residual is made of is kept for it."""
     now = _Judged.of(graph, chosen, limit)
     families = [one for kind in _kinds(graph) for one in (kind & chosen, frozenset(map(invert, kind)) & chosen)]
     kinds = [kind for kind in families if len(kind) > 1] if len(chosen) > _MANY else []
     for group in (*_dearest_first(graph, kinds), *_dearest_first(graph, [frozenset([value]) for value in chosen])):
         if group <= chosen:
             after = _Judged.of(graph, chosen - group, limit)
-            if after.excess <= 0 and after.seconds <= now.seconds:
+            if after.excess < now.excess or (after.excess == now.excess and after.seconds <= now.seconds):
                 chosen, now = chosen - group, after
     return graph.useful(chosen)
 

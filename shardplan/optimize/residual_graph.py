@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from shardplan.memory import Lifetimes
 from shardplan.optimize.host_lane import Copied, HostLane, Staying
 from shardplan.problem.schedule import Schedule
-from shardplan.program.operation_kinds import PRODUCT
+from shardplan.program.operation_kinds import PRODUCT, PRODUCTS, is_product
 from shardplan.program.program import Operation, Program
 from shardplan.program.recompute import ties
 from shardplan.program.recompute_scans import Stack, chain, is_fixed, remakeable, stacks
-from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
+from shardplan.program.residuals import early, materialised, residuals
 from shardplan.timing.step_time import sent_seconds, time_prices
 
 Array = NDArray[np.float64]
@@ -75,6 +75,7 @@ class ResidualGraph:
                 self._uses_of.setdefault(value, []).append(number)
         self._spans = self._spans_of(lifetimes)
         self._carries = self._stacked_carries()
+        self._passed = self._first_places()
         self._until, self._late = self._last_early_reads(), self._first_late_reads()
         self._waiting = {value: [*self._waits(value)] for value in self._spans}
         for value in self.stacks:  # from the beginning of the loop that fills it
@@ -173,6 +174,8 @@ class ResidualGraph:
         for value, place in found.kept.items():
             if value in self._known:
                 start = max((end + 1 for _, end, _ in self._spans.get(value, ())), default=self._place_of(value))
+                if place < start:  # kernels make it on the way, until clones read it
+                    start = self._passed.get(value, start)
                 if place >= start:
                     change += (start, self.sizes[value]), (place + 1, -self.sizes[value])
             elif value in self._carries:
@@ -207,6 +210,25 @@ class ResidualGraph:
     def cost(self, fate: int) -> float:
         """The seconds of one fate alone: those of making a residual again, or of the longer copy of it."""
         return self.seconds[fate] if fate >= 0 else self.host_sizes[~fate] * self._host_seconds_per_byte
+
+    def least_seconds(self, value: int, recompute: bool, host: bool) -> float:
+        """The seconds of the cheapest fate of a residual that is not kept, among any others: below zero where it saves
+        more than it takes. Infinite where it has no other fate."""
+        again = 0.0 if value in self.unread else self.seconds[value] - sum(s for _, s in self._read.get(value, ()))
+        found = [max(0.0, again) - self._stacking.get(value, 0.0)] if recompute else []
+        return min([*found, *([0.0] if host and value in self.movable else [])], default=np.inf)
+
+    def waiting_at(self, place: int) -> dict[int, float]:
+        """Per residual, the bytes at a place that wait for the backward part if it is kept: its own, and those of what
+        kernels compute of it."""
+        found = dict[int, float]()
+        for value in self.residuals:
+            found[value] = sum(size for until, end, size in self._waiting.get(value, ()) if until < place <= end)
+        for value in self._waits_along:
+            size = sum(size for until, _, size in self._waiting[value] if until < place < self._late[value])
+            for source in self.sources[value]:
+                found[source] = found.get(source, 0.0) + size
+        return found
 
     def fresh_sources(self, values: Iterable[int], fates: Collection[int]) -> set[int]:
         """The residuals that some are made of which nothing late reads otherwise, and theirs."""
@@ -301,6 +323,15 @@ class ResidualGraph:
     def _place_of(self, value: int) -> int:
         return self._place[self.program.makers[value].index]
 
+    def _first_places(self) -> dict[int, int]:
+        """Per residual that kernels make on the way, where all that they make it of is there."""
+        found = dict[int, int]()
+        for value in self.residuals:  # in the order of the program
+            sources = self.sources.get(value, ())
+            if value not in self._spans and value not in self.stacks and sources:
+                found[value] = max(found.get(source, self._place_of(source)) for source in sources)
+        return found
+
     def _size(self, value: int) -> float:
         if value in self.stacks:
             return self._size(self.stacks[value].made)  # one slice
@@ -330,7 +361,7 @@ class ResidualGraph:
             moved = self.sizes[value] + sum(self.sizes.get(source, 0.0) for source in self.sources[value])
             flops[value] = times * sum(choices.flops / strategy.degree for choices, strategy in run)
             seconds[value] = times * prices.work(flops[value] / times, moved, self.program.values[value].dtype, 1)
-            if value in self.stacks and not any(o.primitive.name in PRODUCTS for o in made):
+            if value in self.stacks and not any(is_product(self.program, o) for o in made):
                 rate = times / prices.hardware.memory_bytes_per_second
                 self._read[value] = [(s, rate * self.sizes[s]) for s in self.sources[value] if s in self.sizes]
             moved_again = {v for o in made for v in (*o.read, *o.results)}.difference(self.sources[value])

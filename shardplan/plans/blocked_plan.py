@@ -45,17 +45,18 @@ _NO_LIMIT = 1e30
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A program in blocks, and its plan without a limit."""
+    """A program in blocks, and its plan without a limit. Small products take ``slower`` seconds longer."""
 
     blocks: tuple[Blocks, ...]
     rows: tuple[Mapping[str, Any], ...]
     program: Program
     plan: PlanData
+    slower: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Of a step."""
-        return step_time(self.plan.schedule).seconds
+        return step_time(self.plan.schedule).seconds + self.slower
 
 
 class BlockedPlans:
@@ -133,7 +134,7 @@ class BlockedPlans:
             offloaded=own.offloaded,
             blocks=chosen.blocks,
         )
-        statistics = {**plan.statistics, "blocks": list(chosen.rows)}
+        statistics = {**plan.statistics, "blocks": list(chosen.rows), "slower_seconds": chosen.slower}
         if own.recomputed is not None:
             statistics["recomputed"] = self._free.statistics.get("recomputed", [])
         bound = min(self._free.lower_bound, plan.objective)
@@ -146,4 +147,5 @@ def _planned(begun: _Planned, blocked: Blocked, candidate: Candidate, free: Plan
     spent, again = time.perf_counter() - started, partial(build_problem, *parts, like=problem)
     plan = plan_problem(problem, free.mesh, options, spent, rebuild=again)
     rows = rows_of(begun.program, blocked, begun.plan.peak_bytes - plan.peak_bytes, candidate.seconds)
-    return _Planned((*begun.blocks, candidate.blocks), (*begun.rows, *rows), blocked.program, plan)
+    slower = begun.slower + candidate.slower
+    return _Planned((*begun.blocks, candidate.blocks), (*begun.rows, *rows), blocked.program, plan, slower)

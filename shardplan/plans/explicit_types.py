@@ -90,6 +90,8 @@ def _with_layout(shape: Any, leaf: Any, mesh: Mesh | AbstractMesh) -> Any:
         return shape
     if not _same_axes(sharding.mesh, mesh):
         return shape
+    if shape.sharding is None:  # the function gets it on the devices
+        sharding = NamedSharding(sharding.mesh, sharding.spec)
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type, sharding=sharding)
 
 

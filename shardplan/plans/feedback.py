@@ -26,7 +26,7 @@ from shardplan.errors import InfeasibleError, warn
 from shardplan.hardware import load
 from shardplan.layout.mesh import can_run, has_gpus
 from shardplan.memory import lifetimes_of
-from shardplan.options import Options
+from shardplan.options import HOST, Options
 from shardplan.plans.pipeline import donated_leaves, donated_places, memory_limit_of
 from shardplan.plans.plan_data import PlanData
 
@@ -67,23 +67,32 @@ def verified(plan: PlanData, options: Options, replan: Replan) -> PlanData:
             plan if plan.peak_bytes <= (1 - RESERVE) * limit else replan(_limited(options, (1 - RESERVE) * limit), {})
         )
     rounds = _Rounds(judge, options, replan, limit)
+    found = _first_within(rounds, plan)
+    if found is None and (alone := rounds.without_host()) is not None:
+        found = _first_within(rounds, alone)
+    if found is not None:
+        return rounds.judged(found)
+    least = min(row["compiled_peak_bytes"] for row in rounds.rows)
+    alone = f", and without values on the host {size_text(rounds.refused)} are predicted" * (rounds.refused < least)
+    raise InfeasibleError(
+        f"no plan was found whose compiled peak keeps within {size_text(limit)} per device: of "
+        f"{len(rounds.rows)} that were compiled for {judge.target}, the lowest takes {size_text(least)}{alone}. "
+        "What helps: more devices, a smaller batch, jax.checkpoint around layers",
+        min(least, rounds.refused),
+    )
+
+
+def _first_within(rounds: _Rounds, plan: PlanData) -> PlanData | None:
+    """The first plan of several rounds whose compiled peak keeps within the limit, the leanest one after them."""
     tried: PlanData | None = plan
     for _ in range(1 + MOST_ROUNDS):
         if tried is None:
             break
         if rounds.keeps_within(tried):
-            return rounds.judged(tried)
+            return tried
         tried = rounds.plan_again(tried)
     leanest = rounds.leanest()
-    if leanest is not None and rounds.keeps_within(leanest):
-        return rounds.judged(leanest)
-    least = min(row["compiled_peak_bytes"] for row in rounds.rows)
-    raise InfeasibleError(
-        f"no plan was found whose compiled peak keeps within {size_text(limit)} per device: of "
-        f"{len(rounds.rows)} that were compiled for {judge.target}, the lowest takes {size_text(least)}. "
-        "What helps: more devices, a smaller batch, jax.checkpoint around layers",
-        least,
-    )
+    return leanest if leanest is not None and rounds.keeps_within(leanest) else None
 
 
 def target_of(mesh: Mesh | AbstractMesh, options: Options) -> str:
@@ -135,6 +144,8 @@ class _Rounds:
 
     def __init__(self, judge: _Judge, options: Options, replan: Replan, limit: float) -> None:
         self._judge, self._options, self._replan, self._limit = judge, options, replan, limit
+        self._asked, self._offloaded = options, False  # whether values waited on the host in any plan
+        self.refused = np.inf  # the least peak that was predicted where none do
         self._excess: dict[int, float] = {}
         self._missed = 0.0  # bytes by which what computes values again exceeds its prediction
         self._left = options.time_limit
@@ -144,6 +155,7 @@ class _Rounds:
     def keeps_within(self, plan: PlanData) -> bool:
         """Compiles a plan, and says whether its compiled peak keeps within the limit."""
         self._left -= plan.statistics["seconds"]["search"]
+        self._offloaded |= bool(plan.recipe.offloaded)
         self._report = self._judge.compile(plan)
         peak = self._report.memory.peak
         self.rows.append(
@@ -169,6 +181,19 @@ class _Rounds:
         try:
             return self._with(self._limit - self._missed, self._excess)
         except InfeasibleError:
+            return None
+
+    def without_host(self) -> PlanData | None:
+        """The plan in which no values wait on the host, where those before had some: more than predicted may be left of
+        these. Further rounds have none. None where there is no such plan, or no time is left."""
+        if self._left <= 0 or not self._offloaded or not {HOST, "recompute"}.issubset(self._options.fit):
+            return None
+        fit = tuple(word for word in self._options.fit if word != HOST)
+        self._options, self._missed = replace(self._options, fit=fit, host_memory=None), 0.0
+        try:
+            return self._with(self._limit, self._excess)
+        except InfeasibleError as error:
+            self.refused = error.least_peak_bytes
             return None
 
     def leanest(self) -> PlanData | None:
@@ -199,7 +224,7 @@ class _Rounds:
 
     def _with(self, limit: float, excess: Mapping[int, float]) -> PlanData:
         found = self._replan(replace(_limited(self._options, limit), time_limit=self._left), excess)
-        return replace(found, recipe=replace(found.recipe, options=self._options))
+        return replace(found, recipe=replace(found.recipe, options=self._asked))
 
     def _excess_of(self, plan: PlanData) -> dict[int, float]:
         """Per operation, the bytes that the compiled program holds there above the prediction."""

@@ -67,6 +67,7 @@ class OptionEntries(TypedDict):
     blocks: Mapping[str, int] | None
     host_memory: float | None
     results: Mapping[str, PartitionSpec] | None
+    on_host: tuple[str, ...]
 
 
 class BlocksRow(TypedDict):
@@ -163,6 +164,7 @@ class Statistics(TypedDict):
     recomputed: NotRequired[tuple[RecomputedRow, ...]]
     offloaded: NotRequired[tuple[OffloadedRow, ...]]
     kept_for_effects: NotRequired[int]
+    least_added_seconds: NotRequired[float]
     blocks: NotRequired[tuple[BlocksRow, ...]]
 
 
@@ -188,7 +190,7 @@ _RESOLVED = ("in_shardings", "out_shardings", "like")
 """Options that become pins and layouts of results after a trace."""
 
 _FORMAT = "shardplan plan"
-_FORMAT_VERSION = 7
+_FORMAT_VERSION = 8
 
 
 def save_plan(plan: PlanData, path: str | PathLike[str]) -> None:

@@ -61,7 +61,7 @@ class Fitting:
         self._program, self._mesh = program, mesh
         self._free: PlanData | None = None  # the plan without a limit, where no layout fits
         self._refused = 0.0  # the largest limit that no layout keeps
-        self._means: dict[str, FittingPlans] = {}
+        self._means: dict[tuple[str, bool], FittingPlans] = {}  # by the means, and whether values may wait on the host
 
     def plan(self, options: Options, excess: Mapping[int, float] = MappingProxyType({})) -> PlanData:
         """The plan within the limit of the options; ``excess`` as for `plan_program`.
@@ -81,7 +81,7 @@ class Fitting:
         self.take(free, 0.0)
         with suppress(InfeasibleError):
             other = self.by_other_means(options, watch)
-            return min(plan, other, key=lambda one: step_time(one.schedule).seconds)
+            return min(plan, other, key=_seconds)
         return plan
 
     def take(self, free: PlanData, refused: float) -> None:
@@ -107,7 +107,7 @@ class Fitting:
             enough = found and (watch.left <= 0 or _seconds(found[0]) <= shortest)
             if not _WORDS[word].isdisjoint(options.fit) and not enough:
                 attempt(word, self._by(word, self._free, options, watch).within)
-        recomputed = self._means.get("recompute")
+        recomputed = self._means.get(("recompute", HOST in options.fit))
         if isinstance(recomputed, RecomputedPlans) and "blocks" in options.fit:
             if not found:
                 attempt("recompute", recomputed.leanest_within)
@@ -119,10 +119,12 @@ class Fitting:
         raise InfeasibleError(". ".join(str(error).rstrip(".") for error in refused.values()), least)
 
     def _by(self, word: str, free: PlanData, options: Options, watch: Stopwatch) -> FittingPlans:
-        if word not in self._means:
-            self._means[word] = MEANS["blocks" if word == _BOTH else word](self._program, free, options, watch)
-        return self._means[word]
+        key = word, HOST in options.fit
+        if key not in self._means:
+            self._means[key] = MEANS["blocks" if word == _BOTH else word](self._program, free, options, watch)
+        return self._means[key]
 
 
 def _seconds(plan: PlanData) -> float:
-    return step_time(plan.schedule).seconds
+    """Of a step, with those that products in blocks take longer since they are small."""
+    return step_time(plan.schedule).seconds + float(plan.statistics.get("slower_seconds", 0.0))

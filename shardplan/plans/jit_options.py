@@ -74,8 +74,8 @@ def _spec_of(one: Any, mesh: Any, option: str, path: str) -> PartitionSpec | Non
         )
     if one.memory_kind not in (None, "device", _default_kind(one)):
         raise ArgumentError(
-            f"{option} moves `{path}` to `{one.memory_kind}`: put arguments there with jax.device_put, and results "
-            "inside the function, jax.device_put(x, jax.memory.Space.Host)"
+            f"{option} moves `{path}` to `{one.memory_kind}`: pins may, pins={{path: 'pinned_host'}}. Or put arguments "
+            "there with jax.device_put, and results inside the function, jax.device_put(x, jax.memory.Space.Host)"
         )
     return one.spec
 

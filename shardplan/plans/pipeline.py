@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
@@ -27,7 +28,7 @@ from shardplan.optimize.solve_once import FoundSchedule, Search
 from shardplan.optimize.step_time_objective import LEAST_SHARE
 from shardplan.options import HOST, Options, as_positions
 from shardplan.plans.blocks_by_hand import blocks_by_hand
-from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
+from shardplan.plans.plan_data import PINNED, PlanData, PlannedArgument, PlannedCollective, Recipe
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.hard_layouts import hard_layouts, named_orders, undivided
 from shardplan.problem.host_memory import host_bytes
@@ -38,7 +39,7 @@ from shardplan.program.blocks import in_blocks
 from shardplan.program.program import Operation, Program
 from shardplan.program.recompute import recomputable, recomputing
 from shardplan.program.regions.region import region_of
-from shardplan.timing.step_time import timing_of
+from shardplan.timing.step_time import timing_of, waiting_for_copies
 
 DEFAULT_HARDWARE = "h100"
 
@@ -139,6 +140,7 @@ def plan_of(
     solution, schedule, problem = found.solution, found.schedule, found.schedule.problem
     problem.network.derived.clear()  # tables of the search, which the plan would keep in memory
     donated, program = donated_places(options), problem.program
+    pinned = {"offloaded": rows} if (rows := pinned_rows(schedule, options)) else {}
     statistics = {
         "operations": len(program.operations),
         "values": len(program.values),
@@ -150,6 +152,7 @@ def plan_of(
         "repeated": repeated_work(schedule),
         "search_processor_seconds": solution.processor_seconds,
         "seconds": dict(seconds),
+        **pinned,
     }
     return PlanData(
         mesh=mesh,
@@ -164,6 +167,25 @@ def plan_of(
         donated=donated,
         host_bytes=host_bytes(schedule, donated_leaves(program, donated)),
     )
+
+
+def pinned_rows(schedule: Schedule, options: Options, waiting: float = 0.0) -> list[dict[str, object]]:
+    """The arguments that pins put into host memory, a row for each pin: their number, their bytes of a device, and
+    their share of the seconds that it waits for copies. ``waiting``: of these, those for other values."""
+    if not options.on_host:
+        return []
+    program, sizes = schedule.program, dict[str, list[float]]()
+    for index in program.inputs:
+        value = program.values[index]
+        pin = next((one for one in options.on_host if fnmatchcase(value.name or "", one)), None)
+        if pin is not None:
+            parts = schedule.problem.domain(index).parts[schedule.assignment.values[index]]
+            sizes.setdefault(pin, []).append(value.stored_bytes / parts)
+    per_byte = max(0.0, waiting_for_copies(schedule) - waiting) / max(1.0, sum(map(sum, sizes.values())))
+    return [
+        {"module": pin, "made_by": PINNED, "count": len(of), "bytes": sum(of), "seconds": per_byte * sum(of)}
+        for pin, of in sizes.items()
+    ]
 
 
 Made = TypeVar("Made", bound=PlanData)

@@ -29,6 +29,9 @@ from shardplan.program.program import Program
 from shardplan.program.recompute import Offloaded
 from shardplan.timing.step_time import StepTime, step_time
 
+PINNED = "pin"
+"""What ``offloaded`` says in the place of a primitive of arguments that pins put into host memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedCollective:
@@ -147,7 +150,8 @@ class PlanData:
 
     @property
     def offloaded(self) -> tuple[Mapping[str, Any], ...]:
-        """What waits in host memory to fit, a row for each ``module`` and primitive (``made_by``).
+        """What waits in host memory: to fit, a row for each ``module`` and primitive (``made_by``), or as asked for, a
+        row for each pin (``made_by`` is `pin`).
 
         ``count``: of the values; ``bytes``: of a device that wait there, and not in its memory; ``seconds``: that a
         device waits for the copies, by the hardware profile."""

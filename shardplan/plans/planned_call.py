@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from shardplan._jax import is_ref
 from shardplan.common.progress import log_planning, show_progress
-from shardplan.errors import CallError, PlanMismatchError
+from shardplan.errors import ArgumentError, CallError, PlanMismatchError
 from shardplan.frameworks import adapt_call, boxed_layouts
 from shardplan.layout.mesh import GivenMesh, NoMesh, can_run, has_gpus
 from shardplan.options import Options
@@ -25,7 +27,7 @@ from shardplan.plans.plan_data import PlanData
 from shardplan.plans.processes import group_of, one_plan
 from shardplan.plans.report import plan_line
 from shardplan.plans.result_layouts import Specs, pin_results, trace_with_layouts
-from shardplan.problem.hard_layouts import with_explicit
+from shardplan.problem.hard_layouts import unmatched, with_explicit
 from shardplan.program.call_arguments import Call, Calls, name_of
 from shardplan.program.program import Program
 
@@ -100,7 +102,22 @@ def checked_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 def calls_of(fn: Callable[..., Any], options: Options) -> Calls:
     names = options.static_argnames, options.donate_argnames
-    return Calls(fn, options.static_argnums, options.donate_argnums, *names)
+    return Calls(fn, options.static_argnums, options.donate_argnums, *names, options.on_host)
+
+
+def _positions_on_host(call: Call) -> frozenset[int]:
+    """The leaves that pins put into host memory. Raises ArgumentError for pins of nothing, and of references."""
+    arguments = call.by_path()
+    for pattern in call.on_host:
+        found = [path for path in arguments if fnmatchcase(path, pattern)]
+        if not found:
+            raise ArgumentError(unmatched(pattern, arguments))
+        for path in found:
+            if is_ref(arguments[path]):
+                raise ArgumentError(
+                    f"the pin `{pattern}` puts `{path}` into host memory, which is a Ref: pass an array"
+                )
+    return call.positions_on_host
 
 
 def traced_for(plan: PlanData, call: Call) -> Program:
@@ -120,14 +137,14 @@ def _trace(call: Call, options: Options, mesh: GivenMesh | NoMesh = NO_MESH) -> 
     """The program of a call with the wanted layouts of its results, and the resolved options: pins of the arguments
     that these results replace, and no trees."""
     args, kwargs = call.shapes()
-    typed, given = options.results, options.out_shardings
+    typed, given, on_host = options.results, options.out_shardings, _positions_on_host(call)
 
     def wanted(results: Any) -> Specs:
         return {**(typed or {}), **specs_of(given, results, mesh, "out_shardings")}
 
     layouts = wanted if typed is not None or given is not None else None
     try:
-        traced, found = trace_with_layouts(call.fn, args, kwargs, layouts)
+        traced, found = trace_with_layouts(call.fn, args, kwargs, layouts, on_host)
     except ValueError as error:
         if "Ref sharding" in str(error):  # references of arguments have no sharding in a trace
             raise CallError(
@@ -135,7 +152,7 @@ def _trace(call: Call, options: Options, mesh: GivenMesh | NoMesh = NO_MESH) -> 
             ) from error
         if "of type Auto" not in str(error) or not isinstance(mesh, (Mesh, AbstractMesh)):
             raise
-        traced, found = trace_with_layouts(without_types(call, mesh), args, kwargs, layouts)
+        traced, found = trace_with_layouts(without_types(call, mesh), args, kwargs, layouts, on_host)
     program, pins = pin_results(traced, found, options.pins)
     resolved = replace(options, pins=pins, results=found or None, in_shardings=None, out_shardings=None, like=None)
     return replace(program, name=call.name, parameters=call.parameters), resolved

@@ -21,12 +21,13 @@ from shardplan.optimize.carried_over import carried_over
 from shardplan.optimize.checkpoint_policies import POLICIES
 from shardplan.optimize.choose_recomputed import Fates, choose_recomputed
 from shardplan.optimize.host_lane import Copied
+from shardplan.optimize.least_seconds import least_seconds
 from shardplan.optimize.residual_graph import ResidualGraph
 from shardplan.optimize.solve_once import ACCEPTABLE_GAP, Choices, FoundSchedule, Search
 from shardplan.optimize.step_time_objective import LEAST_SHARE
 from shardplan.optimize.within_memory import search_within
 from shardplan.options import Options
-from shardplan.plans.pipeline import build_problem, donated_leaves, host_memory_of, plan_of
+from shardplan.plans.pipeline import build_problem, donated_leaves, host_memory_of, pinned_rows, plan_of
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.report import glob_of
 from shardplan.plans.stopwatch import Stopwatch
@@ -48,6 +49,9 @@ _LARGE = 1 / 2
 
 _NEAR = 0.97
 """The share of the limit from which on a plan that fits is not looked for with less recomputed."""
+
+_FEW_SECONDS = 0.01
+"""The share of a step below which it is not worth looking for a choice that adds less."""
 
 _LEAST_SECONDS = 0.05
 """Of the search of layouts for a program that has not fitted by the time limit: it finds the least peak."""
@@ -77,7 +81,7 @@ class RecomputedPlans:
 
     def __init__(self, program: Program, free: PlanData, options: Options, watch: Stopwatch) -> None:
         self._program, self._free, self._options, self._mesh = program, free, options, free.mesh
-        self._donated = donated_leaves(program, free.donated)
+        self._donated, self._seconds = donated_leaves(program, free.donated), step_time(free.schedule).seconds
         fates = Fates("recompute" in options.fit, max(0.0, host_memory_of(options) - free.host_bytes))
         self._fates = [fates] if not (fates.recompute and fates.host_bytes) else [Fates(), fates]
         self._tried: dict[frozenset[int], _Rewritten] = {}
@@ -93,10 +97,11 @@ class RecomputedPlans:
         """The plan within a limit that adds the least work. Raises InfeasibleError where none is found.
 
         Where blocks may help, they come before the search for the lowest peak."""
-        fitting = [best for fates in self._fates if (best := self._best_for(limit, fates, watch)) is not None]
-        if fitting:
-            best = min(fitting, key=lambda one: one.seconds)
-            return self._reported(self._improved(best, limit, watch), watch)
+        for fates in self._fates:
+            self._choose_for(limit, fates, watch)
+        best = self._best_of(self._tried, limit)  # also what was found for other limits
+        if best is not None:
+            return self._reported(self._improved(best, limit, watch), watch, limit)
         return self.leanest_within(limit, watch, thorough="blocks" not in self._options.fit)
 
     def leanest_within(self, limit: float, watch: Stopwatch, thorough: bool = True) -> PlanData:
@@ -104,7 +109,7 @@ class RecomputedPlans:
         lowest peak of all is to be ``thorough``. Raises InfeasibleError where none is found."""
         leanest = min(self._tried.values(), key=lambda one: one.peak_bytes)
         try:
-            return self._reported(self._searched(leanest, limit, watch, thorough), watch)
+            return self._reported(self._searched(leanest, limit, watch, thorough), watch, limit)
         except InfeasibleError as error:
             least = min(error.least_peak_bytes, leanest.peak_bytes)
             again, on_host = len(self._again(leanest.chosen)), sum(fate < 0 for fate in leanest.chosen)
@@ -126,12 +131,14 @@ class RecomputedPlans:
 
     # ---- what is recomputed
 
-    def _best_for(self, limit: float, fates: Fates, watch: Stopwatch) -> _Rewritten | None:
-        """The best program that fits: what is chosen for the limit, then for as much less or more as was missed."""
+    def _choose_for(self, limit: float, fates: Fates, watch: Stopwatch) -> None:
+        """Tries what is chosen for the limit, then for as much less or more as was missed."""
         target, seen, missed = limit, [frozenset[int]()], np.inf
+        fits, exceeds, less = -np.inf, np.inf, 0.0  # targets that did, and the seconds of the latter
         for number in range(_MOST_CHOICES):
             best = self._best_of(seen, limit)
-            if watch.left <= 0 and (best is not None or number >= _LEAST_CHOICES):
+            near = best is not None and best.seconds - less <= _FEW_SECONDS * self._seconds
+            if (exceeds < np.inf and near) or (watch.left <= 0 and (best is not None or number >= _LEAST_CHOICES)):
                 break
             chosen = self._choice(target, fates)
             if chosen in seen:
@@ -142,20 +149,20 @@ class RecomputedPlans:
             found = self._rewritten(chosen, watch)
             seen.append(chosen)
             excess = found.peak_bytes - limit
-            if excess > 0 and (best is not None or self._graph.estimate(self._in_graph(chosen))[0].max() > target):
-                break  # it was nearer before, or no more is found to choose
-            if excess <= 0 and (missed < np.inf or found.peak_bytes >= _NEAR * limit):
-                break
-            if excess > missed / 2:  # the estimate is off by more than it says: half-way to the most
-                most = self._graph.estimate(self._choice(0.0, fates))[0].max()
-                target = (target + most) / 2
+            if excess <= 0:
+                if found.peak_bytes >= _NEAR * limit:
+                    break
+                fits, target = target, target - excess
             else:
-                target -= excess
-            missed = excess if excess > 0 else missed
+                exceeds, less = target, found.seconds
+                if excess > missed / 2:  # the estimate is off by more than it says: half-way to the most
+                    excess = (target - self._graph.estimate(self._choice(0.0, fates))[0].max()) / 2
+                missed, target = found.peak_bytes - limit, target - excess
+            if fits > -np.inf and exceeds < np.inf:
+                target = (fits + exceeds) / 2
         if self._best_of(seen, limit) is None:  # as many as save memory
             seen.append(self._choice(0.0, fates))
             self._rewritten(seen[-1], watch)
-        return self._best_of(seen, limit)
 
     def _choice(self, target: float, fates: Fates) -> frozenset[int]:
         """What is chosen for a limit, of what can be made again in the program as it is: barriers of the released
@@ -259,8 +266,8 @@ class RecomputedPlans:
 
     # ---- what the plan says
 
-    def _reported(self, chosen: _Rewritten, watch: Stopwatch) -> PlanData:
-        """The plan with the bound of the program as it was, and the fates of its residuals."""
+    def _reported(self, chosen: _Rewritten, watch: Stopwatch, limit: float = np.inf) -> PlanData:
+        """The plan with the bound of the program as it was, and the fates of its residuals, chosen for a limit."""
         found, free = _with_cost(chosen.found), self._free
         if found.schedule.problem.prices.counts_time:
             solution = replace(found.solution, cost=step_time(found.schedule).seconds)
@@ -278,8 +285,17 @@ class RecomputedPlans:
         sizes, copies = self._host_sizes(chosen), self._copies(chosen.chosen)
         waiting = {v: {"count": 1, "bytes": size, "seconds": copies[v].seconds} for v, size in sizes.items()}
         kept = len(kept_for_effects(self._program))
-        rows = {"recomputed": self._rows(self._work(again)), "offloaded": self._rows(waiting), "kept_for_effects": kept}
-        return replace(plan, recipe=recipe, statistics={**plan.statistics, **rows})
+        work, bounds = self._work(again), dict[str, float]()
+        if limit < np.inf:
+            users = sum(self._graph.stacked(value)[3] for value in self._stackable)  # the program stacks none of it
+            added = sum(one["seconds"] for one in (*work.values(), *waiting.values()))
+            estimated = self._graph.estimate(self._in_graph(chosen.chosen))[0].max()
+            least = users + least_seconds(self._graph, max(limit, estimated), self._fates[-1])
+            bounds = {"least_added_seconds": min(least, added)}
+        pinned = pinned_rows(found.schedule, self._options, sum(copies[v].seconds for v in sizes))
+        on_host = [*self._rows(waiting), *pinned]
+        rows = {"recomputed": self._rows(work), "offloaded": on_host, "kept_for_effects": kept}
+        return replace(plan, recipe=recipe, statistics={**plan.statistics, **rows, **bounds})
 
     def _work(self, recomputed: frozenset[int]) -> dict[int, dict[str, float]]:
         """The figures of what is recomputed: bytes of a device that wait no longer, and work that is added. What is

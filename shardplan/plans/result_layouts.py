@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import glob
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -34,11 +34,16 @@ Specs = Mapping[str, PartitionSpec]
 
 
 def trace_with_layouts(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], wanted: Callable[[Any], Specs] | None
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    wanted: Callable[[Any], Specs] | None,
+    on_host: Collection[int] = (),
 ) -> tuple[Program, dict[str, PartitionSpec]]:
-    """The program of a function whose results have the layouts of ``wanted(results)``, and these layouts."""
+    """The program of a function whose results have the layouts of ``wanted(results)``, and these layouts. ``on_host``
+    as for `trace_program`."""
     if wanted is None:
-        return trace_program(fn, args, kwargs), {}
+        return trace_program(fn, args, kwargs, on_host), {}
     found: dict[str, PartitionSpec] = {}
 
     @functools.wraps(fn)
@@ -47,7 +52,7 @@ def trace_with_layouts(
         found.update(wanted(results))
         return jax.tree_util.tree_map_with_path(lambda path, leaf: laid_out(leaf, found.get(path_name(path))), results)
 
-    return trace_program(constrained, args, kwargs), found
+    return trace_program(constrained, args, kwargs, on_host), found
 
 
 def laid_out(leaf: Any, spec: PartitionSpec | None) -> Any:

@@ -71,10 +71,11 @@ def init(plan: PlanData, fn: Callable[..., Any], args: tuple[Any, ...], argument
         raise _not_part_error(plan, jax.tree.map(_shape_of, shapes), "init_fn makes what")
     given, own = plan.recipe.options, Options()
     options = replace(own, hardware=given.hardware, memory_limit=given.memory_limit, time_limit=given.time_limit)
-    layouts = jax.tree.map(lambda one: one.sharding, found)
+    shardings = jax.tree.map(lambda one: one.sharding, found)
+    layouts = jax.tree.map(lambda one: one.spec, shardings)
     mesh, call = _devices(plan), checked_call(fn, args, {}, options)
     made = plan_call(call, mesh, replace(options, out_shardings=layouts), typed=False)
-    return call.finished(Runner(made, mesh)(call))
+    return jax.tree.map(placed, call.finished(Runner(made, mesh)(call)), shardings)
 
 
 def moving_bytes(plan: PlanData, tree: Any, argument: int | str | None = None) -> int:

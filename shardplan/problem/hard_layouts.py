@@ -89,8 +89,7 @@ def hard_layouts(program: Program, space: LayoutSpace, pins: Mapping[str, Partit
     for pattern, spec in (pins or {}).items():
         found = [index for index, name in names.items() if fnmatchcase(name, pattern)]
         if not found:
-            nearest = sorted(names.values(), key=lambda name: (-SequenceMatcher(None, pattern, name).ratio(), name))
-            problems.append(f"the pin `{pattern}` matches no argument; there are {_some(nearest)}")
+            problems.append(unmatched(pattern, names.values()))
         for index in found:
             wanted = _layout(space, program.values[index], spec)
             if isinstance(wanted, str):
@@ -105,6 +104,12 @@ def hard_layouts(program: Program, space: LayoutSpace, pins: Mapping[str, Partit
         raise ArgumentError("\n".join(problems))
     kept, ignored = _constraints(program, space)
     return HardLayouts(layouts | kept, ignored)
+
+
+def unmatched(pattern: str, names: Iterable[str]) -> str:
+    """The sentence about a pin that matches no argument, with the nearest names."""
+    nearest = sorted(names, key=lambda name: (-SequenceMatcher(None, pattern, name).ratio(), name))
+    return f"the pin `{pattern}` matches no argument; there are {_some(nearest)}"
 
 
 def named_orders(

@@ -19,6 +19,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ class Call:
     ``static_positions`` and ``donated_positions`` are positions of the whole call, ``static_names`` names of its
     keywords. ``name`` is the name of the user's function, ``parameters`` are those of its parameters for ``args``, as
     far as the signature has them. ``finish`` are functions that convert the results, one after
-    another.
+    another. ``on_host`` are path globs of arguments that wait in host memory, wherever they are given.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Call:
     static_names: tuple[str, ...]
     parameters: tuple[str, ...] = ()
     finish: tuple[Callable[[Any], Any], ...] = ()
+    on_host: tuple[str, ...] = ()
 
     def finished(self, results: Any, of_shapes: bool = False) -> Any:
         """The caller's results, converted from the results of ``fn``. Shapes as results change no object of the
@@ -70,14 +72,22 @@ class Call:
         """
         leaves, structure = jax.tree.flatten((self.args, self.kwargs))
         try:
-            types = tuple((_key_of(leaf), _jax.typed_layout(leaf)) for leaf in leaves)
+            kinds = [(_key_of(leaf), _jax.typed_layout(leaf)) for leaf in leaves]
         except TypeError:
             self.shapes()  # says which argument it is
             raise
-        return structure, types, self.constants, _jax.trace_context()
+        for position in _matching(structure, self.on_host):
+            kinds[position] = _with_kind(kinds[position][0], _jax.HOST_MEMORY), kinds[position][1]
+        return structure, tuple(kinds), self.constants, _jax.trace_context()
+
+    @property
+    def positions_on_host(self) -> frozenset[int]:
+        """The leaves that wait in host memory as ``on_host`` asks, by their positions."""
+        return _matching(jax.tree.structure((self.args, self.kwargs)), self.on_host)
 
     def shapes(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments as shapes, dtypes and memory kinds: their layouts are no part of the trace.
+        """Arguments as shapes, dtypes and memory kinds: their layouts are no part of the trace. What waits on the host
+        by ``on_host`` is on the devices for the function.
 
         Raises CallError for leaves that are no arrays, and for donated references.
         """
@@ -90,11 +100,18 @@ class Call:
                         f"`{where}` is a Ref in an argument that is donated (donate_argnums): what is written to a Ref "
                         "takes its memory in any case. Pass it in an argument that is not donated"
                     )
-        return jax.tree_util.tree_map_with_path(_shape_of, (self.args, self.kwargs))
+        leaves, structure = jax.tree.flatten(jax.tree_util.tree_map_with_path(_shape_of, (self.args, self.kwargs)))
+        for position in self.positions_on_host:
+            leaves[position] = _shape(*_with_kind(_key_of(leaves[position]), None))
+        args, kwargs = jax.tree.unflatten(structure, leaves)
+        return args, kwargs
 
     def types(self) -> dict[str, str]:
         """Types of the arguments by their paths, as messages have them."""
-        return {path: type_text(*_key_of(leaf)) for path, leaf in _by_path(self.shapes()).items()}
+        on_host = self.positions_on_host
+        keys = ((path, _key_of(leaf)) for path, leaf in _by_path(self.shapes()).items())
+        kinds = ((path, _with_kind(k, _jax.HOST_MEMORY) if n in on_host else k) for n, (path, k) in enumerate(keys))
+        return {path: type_text(*kind) for path, kind in kinds}
 
     def leaves(self) -> list[Any]:
         return jax.tree.leaves((self.args, self.kwargs))
@@ -133,6 +150,15 @@ def _by_path(arguments: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path[1:], simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
+@functools.lru_cache
+def _matching(structure: Any, patterns: tuple[str, ...]) -> frozenset[int]:
+    """The positions of the leaves of ``(args, kwargs)`` whose paths match a glob."""
+    if not patterns:
+        return frozenset()
+    paths = _by_path(jax.tree.unflatten(structure, range(structure.num_leaves)))
+    return frozenset(n for path, n in paths.items() if any(fnmatchcase(path, pattern) for pattern in patterns))
+
+
 class Calls:
     """The calls of one function with static and donated arguments.
 
@@ -146,8 +172,9 @@ class Calls:
         donate_argnums: Argnums = None,
         static_argnames: Argnames = None,
         donate_argnames: Argnames = None,
+        on_host: tuple[str, ...] = (),
     ) -> None:
-        self._fn = fn
+        self._fn, self._on_host = fn, on_host
         self._parameters, self._takes_more = _positional_parameters(fn)
         self.static, self._static_names = self._places("static", static_argnums, static_argnames)
         self.donated, self._donated_names = self._places("donate", donate_argnums, donate_argnames)
@@ -183,6 +210,7 @@ class Calls:
             donated_positions=tuple(donated),
             static_names=tuple(fixed),
             parameters=tuple(self._parameters[p] for p in dynamic if p < len(self._parameters)),
+            on_host=self._on_host,
         )
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -310,6 +338,12 @@ def _key_of(leaf: Any) -> Any:
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False), kind, _jax.is_ref_type(aval)
 
 
+def _with_kind(key: Any, kind: str | None) -> Any:
+    """The type of an argument, as `_key_of` gives it, in a memory kind."""
+    shape, dtype, weak_type, _, is_ref = key
+    return shape, dtype, weak_type, kind, is_ref
+
+
 def _shape_of(path: Any, leaf: Any) -> Any:
     try:
         shape, dtype, weak_type, kind, is_ref = _key_of(leaf)
@@ -318,6 +352,10 @@ def _shape_of(path: Any, leaf: Any) -> Any:
             f"`{_place_of(path)}` is `{leaf!r}` of type `{type(leaf).__name__}`: arguments are arrays, numbers or "
             f"pytrees of them; list others in {_static_option(path)}"
         ) from None
+    return _shape(shape, dtype, weak_type, kind, is_ref)
+
+
+def _shape(shape: Any, dtype: Any, weak_type: bool, kind: str | None, is_ref: bool) -> Any:
     if is_ref:
         return _jax.ref_type(shape, dtype, weak_type)
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=kind and _jax.without_layout(kind))

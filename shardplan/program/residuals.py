@@ -17,14 +17,14 @@ computed element by element from them follows them: kernels that read it compute
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from shardplan import rules
 from shardplan.memoize import memoize
-from shardplan.program.operation_kinds import CONVOLUTION, PRODUCT, VIEWS, is_view, readers_in
+from shardplan.program.operation_kinds import VIEWS, is_outer_product, is_product, is_view, readers_in
 from shardplan.program.program import Operation, Program, operand_type
 from shardplan.program.recompute_scans import is_fixed
 
-PRODUCTS = frozenset({PRODUCT, CONVOLUTION, "ragged_dot_general"})
 _ADDITIONS = frozenset({"add", "add_any"})
 _MOVES = VIEWS | {"broadcast_in_dim", "transpose", "slice", "rev", "pad", "select_n", "iota", "dynamic_slice", "split"}
 _MOVES |= {"concatenate", "copy", "random_bits", "convert_element_type", "sharding_constraint", "device_put"}
@@ -53,14 +53,14 @@ def materialised(program: Program) -> frozenset[int]:
             size = program.values[operation.results[0]].elements
             sizes = [program.values[o].elements for o in operation.read]
             found.update(operation.results if sizes == [size, size] else ())
-        if operation.primitive.name in PRODUCTS:
+        if is_product(program, operation):
             found.update(_shown(program, o) for o in operation.read)
     return frozenset(value for value in found if value in program.makers)
 
 
 def is_fused(program: Program, operation: Operation) -> bool:
     """Whether kernels that read the result compute it: element by element, or as a move of data."""
-    if operation.primitive.name in _MOVES or is_view(program, operation):
+    if operation.primitive.name in _MOVES or is_view(program, operation) or is_outer_product(program, operation):
         return True
     types = [operand_type(program, operand) for operand in operation.operands]
     results = [program.values[result] for result in operation.results]
@@ -77,14 +77,20 @@ def _shown(program: Program, value: int) -> int:
     return value
 
 
-@memoize
 def border(program: Program) -> int:
-    """The operation, by index, behind which most bytes wait for a further reader: those that lead to a product or a
-    loop, which gradients of weights do not. What has one reader alone does not wait."""
+    """The operation, by index, behind which most bytes wait for a further reader."""
+    waiting = waiting_bytes(program)
+    return waiting.index(max(waiting))
+
+
+@memoize
+def waiting_bytes(program: Program) -> list[int]:
+    """The bytes that wait for a further reader behind each operation: those that lead to a product or a loop, which
+    gradients of weights do not. What has one reader alone does not wait."""
     makers, values, leading = program.makers, program.values, set[int]()
     for index in reversed(program.regions[0].operations):
         operation = program.operations[index]
-        if operation.bodies or operation.primitive.name in PRODUCTS or not leading.isdisjoint(operation.results):
+        if operation.bodies or is_product(program, operation) or not leading.isdisjoint(operation.results):
             leading.update(operation.read)
     change = [0] * (len(program.operations) + 1)
     first, last = dict[int, int](), dict[int, int]()
@@ -96,12 +102,7 @@ def border(program: Program) -> int:
         if makers[value].region == 0 and first.get(value) != last.get(value):
             change[makers[value].index] += values[value].total_bytes
             change[last[value]] -= values[value].total_bytes
-    most, waiting, found = 0, 0, 0
-    for index, more in enumerate(change):
-        waiting += more
-        if waiting > most:
-            most, found = waiting, index
-    return found
+    return list(accumulate(change))
 
 
 @memoize

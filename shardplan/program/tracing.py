@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,14 +23,17 @@ from shardplan.program.regions._jax import without_unused
 from shardplan.program.reuse_sums import reuse_results
 from shardplan.program.shifted_slices import shift_slices
 from shardplan.program.sink_broadcasts import sink_broadcasts
+from shardplan.program.state_on_host import state_on_host
 
 
 def trace_program(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any] | None = None,
+    on_host: Collection[int] = (),
 ) -> Program:
-    """Traces ``fn`` on arrays or ``ShapeDtypeStruct``s.
+    """Traces ``fn`` on arrays or ``ShapeDtypeStruct``s. Of its leaves, those at the positions ``on_host`` are in host
+    memory, which ``fn`` does not know.
 
     Exceptions of ``fn`` reach the caller unchanged.
     """
@@ -59,7 +62,7 @@ def trace_program(
         values += [value] if isinstance(array, _jax.Ref) else []
     outputs = builder.inline(jaxpr, environment, captured)
     refs = {position for position, aval in enumerate(traced.jaxpr.in_avals) if _jax.is_ref_type(aval)}
-    ties = _find_ties(input_paths, [path for path, _ in output_paths], inputs, outputs, builder, refs)
+    ties = _find_ties(input_paths, [path for path, _ in output_paths], inputs, outputs, builder, refs, on_host)
     ties |= {n: position for n, position in written.items() if position < count and isinstance(outputs[n], int)}
     program = prune(
         Program(
@@ -79,7 +82,7 @@ def trace_program(
     )
     hoisted = hoist_conversions(prune(shift_slices(program)))
     cloned = clone_broadcasts(prune(reuse_results(prune(hoisted), every=builder.unrolled)))
-    return prune(sink_broadcasts(prune(cloned)))
+    return state_on_host(prune(sink_broadcasts(prune(cloned))), on_host)
 
 
 def retraced(program: Program, run: Callable[..., Any]) -> Program:
@@ -290,13 +293,15 @@ def _find_ties(
     outputs: Sequence[int | Constant],
     builder: _Builder,
     refs: set[int],
+    on_host: Collection[int],
 ) -> dict[int, int]:
     """Pairs each result with the input that it replaces in the next step, except for ``refs``, by position.
 
     The whole paths must agree (``step(params, x) -> params, loss``), or the paths after the argument's position
-    (``step(state, x) -> state``). Shape, dtype and memory kind must agree as well. An input is used once. Whole paths
-    have precedence. For a short path (a bare array, or a part of it) the output must also be an update of the input:
-    gradients have the paths of the parameters, but do not replace them.
+    (``step(state, x) -> state``). Shape, dtype and memory kind must agree as well; what replaces an input that waits
+    ``on_host`` may be there already. An input is used once. Whole paths have precedence. For a short path (a bare
+    array, or a part of it) the output must also be an update of the input: gradients have the paths of the parameters,
+    but do not replace them.
     """
     ties: dict[int, int] = {}
     taken = set(refs)
@@ -312,7 +317,8 @@ def _find_ties(
             return False
         value, replaced = builder.values[output], builder.values[inputs[position]]
         same_type = value.shape == replaced.shape and value.dtype == replaced.dtype
-        return same_type and value.kind_as_result == replaced.memory_kind
+        there = position in on_host and value.kind_as_result == _jax.HOST_MEMORY
+        return same_type and (there or value.kind_as_result == replaced.memory_kind)
 
     def updates(output: int | Constant, position: int) -> bool:
         return isinstance(output, int) and inputs[position] in _updated(output, builder.values, makers)

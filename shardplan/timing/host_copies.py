@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardplan._jax import optimization_barrier
 from shardplan.problem.schedule import Schedule
 from shardplan.program.operation_kinds import moves_between_memories
 
@@ -34,6 +35,9 @@ def _region(schedule: Schedule, region: int, seconds: Mapping[int, float], rate:
             leaves = program.values[result].memory_kind is not None
             start = max(clock, ready, begun.get(leaves, 0.0))
             done[result] = begun[leaves] = start + _moved_bytes(schedule, result) / rate
+            continue
+        if operation.primitive is optimization_barrier:  # its readers wait
+            done |= dict.fromkeys(operation.results, ready)
             continue
         bodies = [_region(schedule, body, seconds, rate) for body in operation.bodies]
         late = max(0.0, ready - clock)

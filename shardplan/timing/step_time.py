@@ -30,13 +30,11 @@ from shardplan.memoize import memoize
 from shardplan.memory import whole_kernels
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule, Sent
-from shardplan.program.operation_kinds import moves_between_memories
+from shardplan.program.operation_kinds import PRODUCTS, moves_between_memories
 from shardplan.program.program import Operation, Program, Region
 from shardplan.timing.execution_order import execution_order
 from shardplan.timing.host_copies import seconds_of_copies
 from shardplan.timing.stack_traffic import stack_traffic
-
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 _MERGED_BYTES = 30 * 2**20
 """XLA:GPU merges reduce-scatters until a device gets so many bytes."""
@@ -84,13 +82,8 @@ class StepTime:
 @memoize
 def step_time(schedule: Schedule) -> StepTime:
     """The seconds of a schedule: its operations, its collectives that can hide, the others, and copies to the host."""
-    problem, strategies = schedule.problem, schedule.assignment.strategies
+    problem, seconds = schedule.problem, _work(schedule)
     prices, hidden = time_prices(problem), timing_of(problem).hidden
-    seconds = {
-        operation.index: work_seconds(problem, prices, operation, strategies[operation.index].degree)
-        for operation in problem.program.operations
-        if operation.index in strategies
-    }
     left_out = regions_left_out(problem.program, seconds)
     work = sum(s for index, s in seconds.items() if problem.program.operations[index].region not in left_out)
     waiting, overlappable, taken = seconds_of_copies(schedule, seconds), 0.0, 0.0
@@ -101,6 +94,22 @@ def step_time(schedule: Schedule) -> StepTime:
         else:
             waiting += sent_seconds(prices, sent)
     return StepTime(work, waiting, overlappable, taken)
+
+
+def waiting_for_copies(schedule: Schedule) -> float:
+    """The seconds of a step that are copies from and to the host which outlast its work."""
+    return seconds_of_copies(schedule, _work(schedule))
+
+
+def _work(schedule: Schedule) -> dict[int, float]:
+    """The seconds of each operation, by index."""
+    problem, strategies = schedule.problem, schedule.assignment.strategies
+    prices = time_prices(problem)
+    return {
+        operation.index: work_seconds(problem, prices, operation, strategies[operation.index].degree)
+        for operation in problem.program.operations
+        if operation.index in strategies
+    }
 
 
 def time_prices(problem: Problem, hardware: HardwareProfile | str | Path | None = None) -> Prices:
@@ -254,7 +263,7 @@ def _windows(region: Region, operations: Sequence[Operation], seconds: Mapping[i
 
 
 def _is_place(operation: Operation) -> bool:
-    return operation.primitive.name in _PRODUCTS or bool(operation.bodies)
+    return operation.primitive.name in PRODUCTS or bool(operation.bodies)
 
 
 def _sent_last(problem: Problem, windows: Mapping[int, _Window]) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import shardplan
 from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.hardware import load
+from shardplan.plans import feedback
 from shardplan.plans.mesh_profile import VARIABLE
 from shardplan.plans.report import plan_record
 from tests.plans.test_recompute import ARGUMENTS, SCANNED, limit_at, scanned, train, values
@@ -129,7 +131,6 @@ def test_a_fast_link_to_the_host():
         ({"fit": ("host",), "hardware": "cpu"}, "`cpu` has no link to the host"),
         ({"host_memory": "64GB"}, "add 'host' to fit"),
         ({"fit": ("host",), "host_memory": -1}, "host_memory is a number of bytes above 0"),
-        ({"pins": {"0": ON_HOST}}, "has the memory kind `pinned_host`: pins are layouts alone"),
     ],
 )
 def test_mistakes(options, message):
@@ -158,3 +159,21 @@ def test_an_offloaded_step_compiled(step):
     assert after.host == plan.host_bytes > 0
     assert after.peak == pytest.approx(plan.peak_bytes, rel=0.1)
     assert before.peak - after.peak > 0.7 * plan.host_bytes
+
+
+@pytest.mark.slow
+def test_a_limit_that_recomputation_alone_keeps(monkeypatch):
+    """Where what waits on the host is compiled to more than predicted, the plan is one without it."""
+
+    def compile_(judge, plan):
+        peak = (1.5 if plan.recipe.offloaded else 1.0) * plan.peak_bytes
+        memory = SimpleNamespace(peak=int(peak))
+        return SimpleNamespace(memory=memory, compile_seconds=1.0, live_ranges=None, hlo_text="", executable=None)
+
+    monkeypatch.setattr(feedback._Judge, "compile", compile_)
+    fast = replace(load("h100"), host_bytes_per_second=1e12)
+    given = {"memory_limit": limit_at(0.5, 1), "fit": ("recompute", "host"), "hardware": fast}
+    assert shardplan.plan(train, 1, *ARGUMENTS, **given).offloaded
+    plan = shardplan.plan(train, 1, *ARGUMENTS, **given, verify=True)
+    assert plan.recomputed and not plan.offloaded and plan.peak_bytes <= given["memory_limit"]
+    assert plan.recipe.options.fit == given["fit"] and len(plan.verified["rounds"]) > 1
