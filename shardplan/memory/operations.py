@@ -176,10 +176,9 @@ def computes_operand(problem: Problem, operation: Operation, position: int) -> b
         return True
     if is_scatter(problem.program, operation):
         return position > 0
-    reduces = (
-        name in REDUCTIONS | _WINDOWS or name == POOLING_GRADIENT or is_summation_kernel(problem.program, operation)
-    )
-    return reduces or is_fusible(problem, operation)
+    if is_fusible(problem, operation) or name in REDUCTIONS or name in _WINDOWS or name == POOLING_GRADIENT:
+        return True
+    return is_summation_kernel(problem.program, operation)
 
 
 @memoize

@@ -7,8 +7,10 @@ in the program that has the loop.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shardplan.common.progress import set_stage
@@ -18,7 +20,7 @@ from shardplan.memory import lifetimes_of
 from shardplan.optimize.choose_blocks import BlockCandidates, Candidate
 from shardplan.options import Options
 from shardplan.plans.blocks_by_hand import rows_of
-from shardplan.plans.pipeline import donated_leaves, plan_program
+from shardplan.plans.pipeline import build_problem, donated_leaves, plan_problem
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.stopwatch import Stopwatch
 from shardplan.program.blocks import Blocked, Blocks, in_blocks
@@ -140,7 +142,10 @@ class BlockedPlans:
 
 
 def _planned(begun: _Planned, blocked: Blocked, candidate: Candidate, free: PlanData, options: Options) -> _Planned:
-    plan = plan_program(blocked.program, free.mesh, options)
+    started, parts = time.perf_counter(), (blocked.program, free.mesh, options)
+    problem = build_problem(*parts, like=free.schedule.problem)
+    spent, again = time.perf_counter() - started, partial(build_problem, *parts, like=problem)
+    plan = plan_problem(problem, free.mesh, options, spent, rebuild=again)
     rows = rows_of(begun.program, blocked, begun.plan.peak_bytes - plan.peak_bytes, candidate.seconds)
     slower = begun.slower + candidate.slower
     return _Planned((*begun.blocks, candidate.blocks), (*begun.rows, *rows), blocked.program, plan, slower)

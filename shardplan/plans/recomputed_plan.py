@@ -14,6 +14,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.common.progress import set_stage
+from shardplan.common.tables import size_text
 from shardplan.errors import InfeasibleError
 from shardplan.memory import lifetimes_of
 from shardplan.optimize.carried_over import carried_over
@@ -93,15 +94,22 @@ class RecomputedPlans:
             self._tried[frozenset()] = self._priced(frozenset(), released)
 
     def within(self, limit: float, watch: Stopwatch) -> PlanData:
-        """The plan within a limit that adds the least work. Raises InfeasibleError where none is found."""
+        """The plan within a limit that adds the least work. Raises InfeasibleError where none is found.
+
+        Where blocks may help, they come before the search for the lowest peak."""
         for fates in self._fates:
             self._choose_for(limit, fates, watch)
         best = self._best_of(self._tried, limit)  # also what was found for other limits
         if best is not None:
             return self._reported(self._improved(best, limit, watch), watch, limit)
+        return self.leanest_within(limit, watch, thorough="blocks" not in self._options.fit)
+
+    def leanest_within(self, limit: float, watch: Stopwatch, thorough: bool = True) -> PlanData:
+        """The plan within a limit of the program with the lowest peak, in other layouts; the search for those of the
+        lowest peak of all is to be ``thorough``. Raises InfeasibleError where none is found."""
         leanest = min(self._tried.values(), key=lambda one: one.peak_bytes)
         try:
-            return self._reported(self._searched(leanest, limit, watch), watch, limit)
+            return self._reported(self._searched(leanest, limit, watch, thorough), watch, limit)
         except InfeasibleError as error:
             least = min(error.least_peak_bytes, leanest.peak_bytes)
             again, on_host = len(self._again(leanest.chosen)), sum(fate < 0 for fate in leanest.chosen)
@@ -237,7 +245,7 @@ class RecomputedPlans:
         sizes = {value: self._graph.program.values[value].stored_bytes for value in self._copies(one.chosen)}
         return {value: size / problem.domain(value).parts[layouts[value]] for value, size in sizes.items()}
 
-    def _searched(self, begun: _Rewritten, limit: float, watch: Stopwatch) -> _Rewritten:
+    def _searched(self, begun: _Rewritten, limit: float, watch: Stopwatch, thorough: bool = True) -> _Rewritten:
         """The result of a search within the limit. Raises InfeasibleError where nothing is found."""
         problem, choices = begun.found.schedule.problem, begun.found.solution.choices.copy()
         with watch.states():
@@ -250,7 +258,10 @@ class RecomputedPlans:
             known.append(self._counted(problem, choices))
         known = [_with_cost(one) for one in known]
         seconds = max(watch.left, _LEAST_SECONDS)
-        found = search_within(problem, Search("auto", seconds, limit, self._donated, known=known))
+        search = Search("auto", seconds, limit, self._donated, may_exceed=not thorough, known=known)
+        found = search_within(problem, search)
+        if found.peak_bytes > limit:
+            raise InfeasibleError(f"No layouts within {size_text(limit)} were found.", found.peak_bytes)
         return self._priced(begun.chosen, found)
 
     # ---- what the plan says

@@ -26,6 +26,7 @@ from shardplan.hardware import HardwareProfile, load
 from shardplan.layout.collectives import CollectiveKind
 from shardplan.layout.objectives import Prices, Timing
 from shardplan.layout.objectives.step_seconds import StepSeconds
+from shardplan.memoize import memoize
 from shardplan.memory import whole_kernels
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule, Sent
@@ -78,6 +79,7 @@ class StepTime:
         return self.waiting + self.overlappable - self.exposed
 
 
+@memoize
 def step_time(schedule: Schedule) -> StepTime:
     """The seconds of a schedule: its operations, its collectives that can hide, the others, and copies to the host."""
     problem, seconds = schedule.problem, _work(schedule)
