@@ -15,7 +15,6 @@ chooses the copy.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -48,15 +47,8 @@ _WINDOW_BYTES = 4
 def buffers_of(timeline: Timeline, donated: frozenset[int]) -> list[Buffer]:
     """All buffers. ``donated`` are the positions of inputs whose memory goes to the results that replace them."""
     found = _Buffers(timeline, donated)
-    kinds = (
-        (found.values, "value"),
-        (found.results, "result"),
-        (found.copies, "copy"),
-        (found.resharded_copies, "copy"),
-        (found.loop_inputs, "copy"),
-        (found.library_scratch, "scratch"),
-    )
-    return [replace(buffer, form=form) for kind, form in kinds for buffer in kind() if buffer.start <= buffer.end]
+    kinds = found.values, found.results, found.copies, found.resharded_copies, found.loop_inputs, found.library_scratch
+    return [buffer for kind in kinds for buffer in kind() if buffer.start <= buffer.end]
 
 
 class _Buffers:
@@ -92,13 +84,15 @@ class _Buffers:
             value = program.replaced.get(number, output)
             if value in self._variables.values and number in taken:
                 ends = self._variables.values[taken[number]], self._variables.values[value]
-                yield Buffer(output, 0, end, ends, _sizes_where_shapes_differ(self._problem, taken[number], value))
+                yield Buffer(
+                    output, 0, end, ends, _sizes_where_shapes_differ(self._problem, taken[number], value), "result"
+                )
             elif value in self._variables.values:
-                yield Buffer(output, 0, end, (self._variables.values[value],), _sizes(self._problem, value))
+                yield Buffer(output, 0, end, (self._variables.values[value],), _sizes(self._problem, value), "result")
             else:  # a constant
                 parts = self._problem.space.domain(program.values[output].shape).parts
                 size = program.values[output].total_bytes / parts[self._schedule.layout_of_output(number)]
-                yield Buffer(output, 0, end, (), np.array(size))
+                yield Buffer(output, 0, end, (), np.array(size), "result")
 
     def _reused_inputs(self) -> dict[int, int]:
         """Per result, by number, the donated input whose memory it takes without replacing it in the next step.
@@ -129,7 +123,7 @@ class _Buffers:
                 span = Span(min(first for first, _ in read), max(last for _, last in read)) if read else None
             if span is not None:
                 ends = self._variables.values[value], variable
-                yield Buffer(value, span.start, span.end, ends, _copy_sizes(self._problem, value))
+                yield Buffer(value, span.start, span.end, ends, _copy_sizes(self._problem, value), "copy")
 
     def resharded_copies(self) -> Iterator[Buffer]:
         """Resharded operands of one operation, and its results before they are reduced or resharded."""
@@ -148,17 +142,19 @@ class _Buffers:
                     self._span_of_copy(operand, strategy.operands[position], operation) if amounts is not None else None
                 )
                 if amounts is not None and span is not None:
-                    yield Buffer(operand, span.start, span.end, (problem.source_of(operation, operand), own), amounts)
+                    yield Buffer(
+                        operand, span.start, span.end, (problem.source_of(operation, operand), own), amounts, "copy"
+                    )
             for position, result in enumerate(operation.results if not choices.follows_result else ()):
                 amounts = _unreduced(problem, operation, position)
                 if amounts is not None:
                     item = Item(result, "left", layout_left(problem, operation, strategy, position))
                     span = self._spans.get(item) or Span(*self._computed[index])
-                    yield Buffer(result, span.start, span.end, (own, self._variables.values[result]), amounts)
+                    yield Buffer(result, span.start, span.end, (own, self._variables.values[result]), amounts, "copy")
             if choices.follows_result and index not in self._fusible:
                 amounts = _unreduced(problem, operation, 0)
                 if amounts is not None and np.diag(amounts).any():
-                    yield Buffer(operation.results[0], *self._computed[index], (own,), np.diag(amounts))
+                    yield Buffer(operation.results[0], *self._computed[index], (own,), np.diag(amounts), "copy")
 
     def _span_of_copy(self, value: int, layout: Layout | None, reader: Operation) -> Span | None:
         """The live range of a value's copy for one reader. None where it is part of another reader's buffer."""
@@ -186,7 +182,7 @@ class _Buffers:
                     span = self._span_of_copy(link.source, layout, self._program.operations[index])
                     if amounts.any() and span is not None:
                         ends = self._variables.read(link.source), self._variables.values[link.target]
-                        yield Buffer(link.source, span.start, span.end, ends, amounts)
+                        yield Buffer(link.source, span.start, span.end, ends, amounts, "copy")
 
     def library_scratch(self) -> Iterator[Buffer]:
         """The operand copies of library calls, and their workspace."""
@@ -214,7 +210,7 @@ class _Buffers:
             amounts = times * _sizes_in(
                 self._problem, operand, [strategy.operands[position] for strategy in strategies]
             )
-            yield Buffer(operand, span.start, span.end, (own,), amounts)
+            yield Buffer(operand, span.start, span.end, (own,), amounts, "scratch")
 
     def _scratch_during(self, operation: Operation, place: int) -> Iterator[Buffer]:
         """The scratch memory of an operation, in addition to operands and results."""
@@ -234,7 +230,7 @@ class _Buffers:
         if operation.primitive.name == CONVOLUTION and is_asymmetrically_padded(self._program, operation):
             made = [strategy.results[0] for strategy in strategies]
             amounts.append(_sizes_in(self._problem, operation.results[0], made))
-        yield from (Buffer(None, place, place, (own,), np.array(some)) for some in amounts if np.any(some))
+        yield from (Buffer(None, place, place, (own,), np.array(some), "scratch") for some in amounts if np.any(some))
 
 
 def own_variable(problem: Problem, operation: Operation) -> int | None:

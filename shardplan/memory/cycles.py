@@ -9,6 +9,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 from shardplan.memory.gpu import H100
 from shardplan.program.program import Constant, Operation, Program, operand_type
 
@@ -26,5 +29,10 @@ def cycles_of(program: Program, operation: Operation) -> int:
     if name == "div" and isinstance(operation.operands[1], Constant):  # a multiplication by the reciprocal
         return H100.cycles["other"]
     known = H100.cycles.get(name, H100.cycles["other"])
-    kinds = (operand_type(program, operand).dtype for operand in operation.operands)
-    return known * H100.cycles["complex"] if any(str(kind).startswith("complex") for kind in kinds) else known
+    kinds = [operand_type(program, operand).dtype for operand in operation.operands]
+    return known * H100.cycles["complex"] if any(map(_is_complex, kinds)) else known
+
+
+@cache
+def _is_complex(dtype: Any) -> bool:
+    return str(dtype).startswith("complex")

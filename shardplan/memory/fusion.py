@@ -69,6 +69,10 @@ class _Kernel:
     slower: float = 1.0
     moved: float = 0.0
     time: float = 0.0
+    times: dict[int, float] = field(default_factory=dict)
+    """The passes over each value, at all positions."""
+    moves: dict[int, float] = field(default_factory=dict)
+    """The bytes that these move."""
 
 
 @dataclass(slots=True)
@@ -83,6 +87,7 @@ class Fusion:
     sizes: Mapping[int, float]
     elements: Mapping[int, float]
     same: Mapping[int, int]
+    _speedups: dict[int, float] = field(default_factory=dict)
     _kernels: dict[int, _Kernel] = field(default_factory=dict)
     _saved: dict[int, dict[int, float]] = field(default_factory=dict)
     _gains: dict[int, float] = field(default_factory=dict)
@@ -92,6 +97,7 @@ class Fusion:
 
     def stored(self, operations: Iterable[Operation], fusible: Collection[int]) -> frozenset[int]:
         """The fusible values that are materialised."""
+        self._speedups |= {value: cache_speedup(size) for value, size in self.sizes.items()}
         for operation in operations:
             for result in operation.results:
                 self._begin(operation, result)
@@ -174,12 +180,14 @@ class Fusion:
 
     def _time(self, kernel: _Kernel) -> None:
         kernel.moved = kernel.writes + kernel.constants / H100.reading.caches[0][1]
-        kernel.moved += sum(self._reading(v, sum(p.values())) for v, p in kernel.reads.items())
+        kernel.times = {value: sum(places.values()) for value, places in kernel.reads.items()}
+        kernel.moves = {value: self._reading(value, times) for value, times in kernel.times.items()}
+        kernel.moved += sum(kernel.moves.values())
         kernel.time = kernel.slower * _time_of(kernel.cycles, kernel.moved)
 
     def _reading(self, value: int, times: float) -> float:
         size = self.sizes[value]
-        return times * size if times <= 1 else size + (times - 1) * size / cache_speedup(size)
+        return times * size if times <= 1 else size + (times - 1) * size / self._speedups[value]
 
     def _is_fusible_into_readers(self, value: int) -> bool:
         """Whether all readers of a value may compute it."""
@@ -189,7 +197,8 @@ class Fusion:
             if own.reduces and kernel.reduces:
                 return False
             copies = len(kernel.reads[value])
-            many = len(kernel.reads.keys() | own.reads.keys()) > H100.fusion.most_read
+            most = H100.fusion.most_read
+            many = len(kernel.reads) + len(own.reads) > most and len(kernel.reads.keys() | own.reads.keys()) > most
             if many or copies * own.operations + kernel.operations > H100.fusion.most_operations:
                 return False
         return True
@@ -209,19 +218,20 @@ class Fusion:
     def _saving(self, value: int, reader: int) -> float:
         """The time that a kernel saves by computing a value instead of reading it."""
         own, kernel = self._kernels[value], self._kernels[reader]
-        places = kernel.reads[value]
-        times = sum(places.values())
-        moved = kernel.moved - self._reading(value, times) + times * own.constants / H100.reading.caches[0][1]
+        places, times = kernel.reads[value], kernel.times[value]
+        moved = kernel.moved - kernel.moves[value] + times * own.constants / H100.reading.caches[0][1]
         for source, shares in own.reads.items():
             known = kernel.reads.get(source)
-            before = sum(known.values()) if known else 0.0
-            after = before
+            before = after = kernel.times[source] if known else 0.0
             for place, share in shares.items():
-                if place == _OWN_POSITION:
-                    after += sum(t for p, t in places.items() if not known or p not in known)
-                else:
+                if place != _OWN_POSITION:
                     after += share * times
-            moved += self._reading(source, after) - (self._reading(source, before) if known else 0.0)
+                elif known:
+                    after += sum([t for p, t in places.items() if p not in known])
+                else:
+                    after += times
+            if after != before:
+                moved += self._reading(source, after) - (kernel.moves[source] if known else 0.0)
         return kernel.time - kernel.slower * _time_of(kernel.cycles + times * own.cycles, moved)
 
     def _fuse(self, value: int) -> None:
@@ -249,8 +259,7 @@ class Fusion:
                 self._update_priority(reader)
 
     def _inline(self, value: int, kernel: _Kernel, reader: int) -> None:
-        own, places = self._kernels[value], kernel.reads.pop(value)
-        times = sum(places.values())
+        own, places, times = self._kernels[value], kernel.reads.pop(value), kernel.times[value]
         for source, shares in own.reads.items():
             merged = kernel.reads.setdefault(source, {})
             for place, share in shares.items():

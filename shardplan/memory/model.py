@@ -20,12 +20,14 @@ The model steers the search. The compiled program decides (`shardplan.plans.feed
 
 from __future__ import annotations
 
+from shardplan.memoize import memoize
 from shardplan.memory.buffers import buffers_of
 from shardplan.memory.lifetimes import Lifetimes
 from shardplan.memory.timeline import Timeline
 from shardplan.problem.schedule import Schedule
 
 
+@memoize
 def lifetimes_of(schedule: Schedule, donated: frozenset[int]) -> Lifetimes:
     """The live ranges of a device's buffers, in the order in which XLA:GPU runs a schedule by this model.
 

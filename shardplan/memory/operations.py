@@ -23,6 +23,7 @@ from shardplan.program.operation_kinds import (
     REDUCTIONS,
     SCATTERS,
     VIEWS,
+    is_outer_product,
     is_scatter,
     is_view,
     moves_between_memories,
@@ -59,15 +60,6 @@ def library_products(program: Program) -> frozenset[int]:
     return frozenset(
         o.index for o in products if not is_outer_product(program, o) and not is_summation_kernel(program, o)
     )
-
-
-def is_outer_product(program: Program, operation: Operation) -> bool:
-    """Whether a product has no contraction: it is an elementwise multiplication."""
-    if operation.primitive.name != PRODUCT:
-        return False
-    (contracted, _), _ = operation.params["dimension_numbers"]
-    shape = operand_type(program, operation.operands[0]).shape
-    return prod(shape[dim] for dim in contracted) == 1
 
 
 @memoize
@@ -184,10 +176,9 @@ def computes_operand(problem: Problem, operation: Operation, position: int) -> b
         return True
     if is_scatter(problem.program, operation):
         return position > 0
-    reduces = (
-        name in REDUCTIONS | _WINDOWS or name == POOLING_GRADIENT or is_summation_kernel(problem.program, operation)
-    )
-    return reduces or is_fusible(problem, operation)
+    if is_fusible(problem, operation) or name in REDUCTIONS or name in _WINDOWS or name == POOLING_GRADIENT:
+        return True
+    return is_summation_kernel(problem.program, operation)
 
 
 @memoize

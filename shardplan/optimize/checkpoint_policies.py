@@ -18,9 +18,9 @@ from types import MappingProxyType
 from shardplan import _jax
 from shardplan.memoize import memoize
 from shardplan.optimize.residual_graph import ResidualGraph
-from shardplan.program.operation_kinds import readers_in
+from shardplan.program.operation_kinds import PRODUCTS, readers_in
 from shardplan.program.program import Program
-from shardplan.program.residuals import PRODUCTS, border, materialised
+from shardplan.program.residuals import border, materialised
 
 
 def _within_layers(graph: ResidualGraph) -> frozenset[int]:

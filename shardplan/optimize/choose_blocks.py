@@ -7,10 +7,10 @@ beginning to its end. Both are read off the buffers of the schedule, so that a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import prod
+from math import ceil, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from shardplan.memory import Lifetimes
 from shardplan.problem.schedule import Schedule
 from shardplan.program.blocks import Blocks, Growth, Region, Tiling, grown, regions, tiling
 from shardplan.program.blocks.scans import with_bodies
-from shardplan.program.operation_kinds import readers_in
+from shardplan.program.operation_kinds import PRODUCTS, readers_in
 from shardplan.program.program import Program
 from shardplan.rules import Refusal
 from shardplan.timing.step_time import time_prices
@@ -40,17 +40,27 @@ _MOST_BLOCKS = 1024
 _GAIN = 0.99
 """Twice as many blocks have to lower the peak to such a share, or are not taken."""
 
+_AT_ONCE = 132 * 128 * 128
+"""Results of a product that are made at once: a tile of 128 x 128 on each multiprocessor of an H100. A last wave of
+fewer tiles takes as long (NVIDIA, Matrix Multiplication Background User's Guide, "Wave Quantization")."""
+
+_DEEPEST = 1024
+"""Terms of a result that one multiprocessor adds up. Several share a deeper one (split-K)."""
+
 _COMPONENT = 1 / 2
 """The least size of the values that a component is made of, as a share of the one that it begins with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Blocks, with the peak of a device in bytes and the seconds of work that they add, as estimated."""
+    """Blocks, with the peak of a device in bytes and the seconds of work that they add, as estimated.
+
+    ``slower`` are those of the seconds that products take longer since they are small, which no step time counts."""
 
     blocks: Blocks
     peak: float
     seconds: float
+    slower: float
 
 
 class BlockCandidates:
@@ -62,9 +72,12 @@ class BlockCandidates:
         self._choices = schedule.problem.encode(schedule.assignment)
         self._profile: Array = lifetimes.profile(self._choices)
         self._strided = schedule.space.mesh.device_count > 1
-        self._buffers = [buffer for buffer in lifetimes.buffers if buffer.size(self._choices)]
-        self._stored = {buffer.value for buffer in self._buffers}
+        self._held: dict[int | None, list[tuple[int, int, float]]] = {}  # first and last places, and bytes, by value
+        for buffer in lifetimes.buffers:
+            if size := buffer.size(self._choices):
+                self._held.setdefault(buffer.value, []).append((buffer.start, buffer.end, size))
         self._readers = readers_in(self._program)
+        self._loops: dict[object, _Loops | None] = {}
         self._found = list(self._families())
 
     def within(self, limit: float) -> list[Candidate]:
@@ -86,17 +99,18 @@ class BlockCandidates:
         if prod(counts) == 1:
             return None
         try:
-            tiles = [tiling(family.program, family.growth, region, counts, family.devices) for region in family.regions]
+            tiles = [tiling(family.program, family.growth, one, counts, family.devices) for one in family.loops.regions]
         except Refusal:
             return None
-        loops = zip(family.regions, tiles, strict=True)
+        loops = zip(family.loops.regions, tiles, strict=True)
         seconds = sum(self._seconds(family.growth, region, own) for region, own in loops)
+        slower = sum(self._slower(family.growth, own) for own in tiles)
         blocks = Blocks(family.seeds, counts, family.least_bytes, self._strided, family.mesh)
-        return Candidate(blocks, before, seconds)
+        return Candidate(blocks, before, seconds + slower, slower)
 
     def _peak(self, family: _Family, share: float) -> float:
         """The most bytes of a device where what is inside of loops has a share of its size."""
-        return float((self._profile + family.given - (1 - share) * family.inside).max())
+        return float((self._profile + family.loops.given - (1 - share) * family.loops.inside).max())
 
     def _bytes_over_time(self, loops: Sequence[tuple[Region, Tiling]]) -> tuple[Array, Array]:
         """The bytes of what lives inside of loops, and those that what leaves a loop has more than before: from the
@@ -106,24 +120,16 @@ class BlockCandidates:
         for region, tiles in loops:
             places = [place[index] for index in region.operations if index in place]
             first, last = min(places), max(places)
-            leaving, made = (
-                {*tiles.leaving},
-                {
-                    result
-                    for index in region.operations
-                    for one in with_bodies(self._program, self._program.operations[index])
-                    for result in one.results
-                },
-            )
-            for buffer in self._buffers:
-                size = buffer.size(self._choices) if buffer.value in made else 0.0
-                if size and buffer.value in leaving:
-                    given[first] += size
-                    given[max(first, buffer.start)] -= size
-                elif size:
-                    inside[buffer.start] += size
-                    inside[buffer.end + 1] -= size
-            for value in leaving - self._stored:  # kernels that read it compute it, as long as there is no loop
+            leaving = {*tiles.leaving}
+            for value in self._made(region.operations):
+                for start, end, size in self._held.get(value, ()):
+                    if value in leaving:
+                        given[first] += size
+                        given[max(first, start)] -= size
+                    else:
+                        inside[start] += size
+                        inside[end + 1] -= size
+            for value in leaving - self._held.keys():  # kernels that read it compute it, as long as there is no loop
                 ends = [place[reader.index] for reader in self._readers.get(value, ()) if reader.index in place]
                 given[first] += self._bytes(value)
                 given[max([*ends, last]) + 1] -= self._bytes(value)
@@ -132,6 +138,20 @@ class BlockCandidates:
                 given[first] += max(wider, 0.0) * self._bytes(value)
                 given[max(last, place[makers[value].index]) + 1] -= max(wider, 0.0) * self._bytes(value)
         return np.cumsum(inside)[:-1], np.cumsum(given)[:-1]
+
+    def _made(self, operations: Iterable[int]) -> set[int]:
+        """The results of operations, by index, and of those in their bodies."""
+        found = (one for index in operations for one in with_bodies(self._program, self._program.operations[index]))
+        return {result for one in found for result in one.results}
+
+    def _may_lower(self, growth: Growth) -> bool:
+        """Whether the peak is lower without all that the operations of a growth make."""
+        held = np.zeros(len(self._profile) + 1)
+        for value in self._made(growth.along):
+            for start, end, size in self._held.get(value, ()):
+                held[start] += size
+                held[end + 1] -= size
+        return float((self._profile - np.cumsum(held)[:-1]).max()) < _GAIN * float(self._profile.max())
 
     def _seconds(self, growth: Growth, region: Region, tiles: Tiling) -> float:
         """The time of what blocks compute twice, of sums that they read and write, and of what each reads whole."""
@@ -151,6 +171,26 @@ class BlockCandidates:
             total += prices.memory_seconds_per_byte * moved * (blocks - 1) * times
         return total
 
+    def _slower(self, growth: Growth, tiles: Tiling) -> float:
+        """The time by which products take longer in blocks, whose last wave of tiles leaves multiprocessors idle."""
+        problem, prices, blocks, total = (
+            self._schedule.problem,
+            time_prices(self._schedule.problem),
+            prod(tiles.counts),
+            0.0,
+        )
+        for index in tiles.parts:
+            operation, strategy = self._program.operations[index], self._schedule.assignment.strategies.get(index)
+            made = operation.results[0]
+            if operation.primitive.name not in PRODUCTS or strategy is None or not growth.blocked(made):
+                continue
+            choices, results = problem.choices[index], self._program.values[made].elements
+            waves = max(results, choices.flops / 2 / _DEEPEST) / strategy.degree / _AT_ONCE
+            wave = prices.work(choices.flops, 0, choices.dtype, strategy.degree) / waves
+            times = self._program.regions[operation.region].times
+            total += times * wave * (blocks * ceil(waves / blocks) - ceil(waves))
+        return total
+
     def _bytes(self, value: int) -> float:
         layout = self._schedule.assignment.values.get(value)
         parts = self._schedule.problem.domain(value).parts
@@ -163,7 +203,7 @@ class BlockCandidates:
         return self._program.values[value].shape[dim] // prod(mesh.sizes[axis] for axis in split)
 
     def _families(self) -> Iterator[_Family]:
-        seen = set[tuple[frozenset[int], ...]]()
+        seen = set[object]()
         for value, size in self._seeds():
             found = list(self._families_of(value, size))
             deep = any(one.mesh for one in found)  # else each operation exchanges its own halo in every block
@@ -174,30 +214,40 @@ class BlockCandidates:
 
     def _families_of(self, value: int, size: float) -> Iterator[_Family]:
         single = []
-        for dim, extent in enumerate(self._program.values[value].shape):
-            family = self._family(((value, dim),), 0.0) if extent > 1 else None
-            if family is None:
-                continue
-            single.append(family)
-            yield from filter(None, (family, self._family(family.seeds, _COMPONENT * size)))
+        for dim in range(len(self._program.values[value].shape)):
+            found = [*self._along(((value, dim),), (0.0, _COMPONENT * size))] if self._rows(value, dim) > 1 else []
+            single += found[:1]
+            yield from found
         for pair in combinations([one for one in single if one.overlaps], 2):
-            yield from filter(None, [self._family((*pair[0].seeds, *pair[1].seeds), 0.0)])
+            yield from self._along((*pair[0].seeds, *pair[1].seeds), (0.0,))
 
-    def _family(self, seeds: tuple[tuple[int, int], ...], least_bytes: float) -> _Family | None:
+    def _along(self, seeds: tuple[tuple[int, int], ...], sizes: Sequence[float]) -> Iterator[_Family]:
+        """The families along some indices, one for each least size of values, as long as the first has loops."""
         program, growth = grown(self._program, seeds)
+        reached = frozenset((value, place.dim) for places in growth.places for value, place in places.items())
+        mesh, value = self._schedule.space.mesh, seeds[0][0]
+        split = axes_by_dim(mesh, self._schedule.assignment.values.get(value, ()), [dim for _, dim in seeds])
+        whole = bool(mesh.splitting) and all(split[axis][2] >= 0 for axis in mesh.splitting)
+        rows = tuple(self._rows(value, dim) for value, dim in seeds)
+        for least_bytes in sizes if self._may_lower(growth) else ():
+            key = reached, least_bytes
+            if key not in self._loops:
+                self._loops[key] = self._loops_of(program, growth, least_bytes)
+            loops = self._loops[key]
+            if loops is not None:
+                own = split if whole and loops.overlaps else ()
+                yield _Family(seeds, least_bytes, program, growth, rows, own, loops, reached)
+            elif not least_bytes:
+                return
+
+    def _loops_of(self, program: Program, growth: Growth, least_bytes: float) -> _Loops | None:
         found = tuple(regions(program, growth, least_bytes))
-        if not found:
-            return None
         try:
-            tiles = [tiling(program, growth, region, (2,) * len(seeds)) for region in found]
+            tiles = [tiling(program, growth, region, (2,) * len(growth.places)) for region in found]
         except Refusal:
             return None
         inside, given = self._bytes_over_time([*zip(found, tiles, strict=True)])
-        halos, mesh, value = any(own.overlaps for own in tiles), self._schedule.space.mesh, seeds[0][0]
-        split = axes_by_dim(mesh, self._schedule.assignment.values.get(value, ()), [dim for _, dim in seeds])
-        whole = halos and bool(mesh.splitting) and all(split[axis][2] >= 0 for axis in mesh.splitting)
-        rows = tuple(self._rows(value, dim) for value, dim in seeds)
-        return _Family(seeds, least_bytes, program, growth, found, rows, halos, split if whole else (), inside, given)
+        return _Loops(found, any(own.overlaps for own in tiles), inside, given) if found else None
 
     def _seeds(self) -> list[tuple[int, float]]:
         """The largest values where most bytes are live, each of another shape and origin."""
@@ -214,23 +264,32 @@ class BlockCandidates:
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
-    """The regions along some indices, of which a device has so many ``rows``.
+class _Loops:
+    """The regions of a growth. ``overlaps``: their blocks have rows in common, as those of windows have.
 
-    ``overlaps``: their blocks have rows in common, as those of windows have.
-    ``mesh`` is that of blocks whose indices devices split, and nothing else. ``inside`` and ``given`` are bytes over
-    time: of what lives in loops alone, and of what these give."""
+    ``inside`` and ``given`` are bytes over time: of what lives in loops alone, and of what these give."""
+
+    regions: Sequence[Region]
+    overlaps: bool
+    inside: Array
+    given: Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """The loops along some indices, of which a device has so many ``rows``.
+
+    ``mesh`` is that of blocks whose indices devices split, and nothing else. ``reached`` are values with the dimensions
+    that are indices."""
 
     seeds: tuple[tuple[int, int], ...]
     least_bytes: float
     program: Program
     growth: Growth
-    regions: Sequence[Region]
     rows: tuple[int, ...]
-    overlaps: bool
     mesh: tuple[tuple[str, int, int], ...]
-    inside: Array
-    given: Array
+    loops: _Loops
+    reached: frozenset[tuple[int, int]]
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -248,6 +307,9 @@ class _Family:
         return more if all(allowed) else None
 
     @property
-    def key(self) -> tuple[frozenset[int], ...]:
-        dims = frozenset(hash((value, place.dim)) for places in self.growth.places for value, place in places.items())
-        return (dims, *(frozenset(region.operations) for region in self.regions))
+    def overlaps(self) -> bool:
+        return self.loops.overlaps
+
+    @property
+    def key(self) -> tuple[frozenset[object], ...]:
+        return (self.reached, *(frozenset(region.operations) for region in self.loops.regions))

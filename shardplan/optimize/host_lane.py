@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.problem.schedule import Schedule
+from shardplan.program.operation_kinds import is_product
 from shardplan.program.recompute import Offloaded, ties
-from shardplan.program.residuals import PRODUCTS, early
+from shardplan.program.residuals import early
 from shardplan.timing.step_time import time_prices, work_seconds
 
 
@@ -60,7 +61,7 @@ class HostLane:
         stages = {
             place[o.index]: o.results[0]
             for o in program.operations
-            if not o.region and o.results and o.index in forward and (o.bodies or o.primitive.name in PRODUCTS)
+            if not o.region and o.results and o.index in forward and (o.bodies or is_product(program, o))
         }
         first = min((place[program.makers[value].index] for value in late), default=0)
         stages = {at: value for at, value in stages.items() if at < first}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +22,17 @@ from numpy.typing import NDArray
 from shardplan.memory import Lifetimes
 from shardplan.optimize.host_lane import Copied, HostLane, Staying
 from shardplan.problem.schedule import Schedule
-from shardplan.program.operation_kinds import PRODUCT
+from shardplan.program.operation_kinds import PRODUCT, PRODUCTS, is_product
 from shardplan.program.program import Operation, Program
 from shardplan.program.recompute import ties
 from shardplan.program.recompute_scans import Stack, chain, is_fixed, remakeable, stacks
-from shardplan.program.residuals import PRODUCTS, early, materialised, residuals
+from shardplan.program.residuals import early, materialised, residuals
 from shardplan.timing.step_time import sent_seconds, time_prices
 
 Array = NDArray[np.float64]
+
+_MOST_KNOWN = 4096
+"""The sets of fates whose changes are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +69,22 @@ class ResidualGraph:
         self.unread = frozenset(value for value, stack in self.stacks.items() if not stack.is_read(self.program))
         """What scans stack for others to be made of alone."""
         self._uses = self._late_uses()
+        self._uses_of: dict[int, list[int]] = {}  # the numbers of those that a residual has a part in
+        for number, use in enumerate(self._uses):
+            for value in (use.value,) if use.value in self._known else dict.fromkeys(use.sources):
+                self._uses_of.setdefault(value, []).append(number)
         self._spans = self._spans_of(lifetimes)
         self._carries = self._stacked_carries()
+        self._passed = self._first_places()
         self._until, self._late = self._last_early_reads(), self._first_late_reads()
         self._waiting = {value: [*self._waits(value)] for value in self._spans}
         for value in self.stacks:  # from the beginning of the loop that fills it
             self._waiting[value] = [(start - 1, end, size) for start, end, size in self._spans.get(value, ())]
-        self._following = [v for v, w in self._waiting.items() if w and v not in self._known and v in self._late]
+        self._waits_along = [v for v, w in self._waiting.items() if w and v not in self._known and v in self._late]
+        self._following: dict[int, list[int]] = {}  # their numbers, by the residuals that they are computed of
+        for number, value in enumerate(self._waits_along):
+            for source in self.sources[value]:
+                self._following.setdefault(source, []).append(number)
         self.sizes = {value: self._size(value) for value in self.residuals}
         self.cheap = set[int]()  # what no large product makes: what checkpoint policies by hand compute again
         self._read: dict[int, list[tuple[int, float]]] = {}  # of slices, the seconds of reading others
@@ -90,6 +102,7 @@ class ResidualGraph:
             v: self.sizes[v] * (self.stacks[v].length(self.program) if v in self.stacks else 1) for v in self.movable
         }
         self._stacking = {value: self._stacking_seconds(stack) for value, stack in self.stacks.items()}
+        self._known_changes = lru_cache(_MOST_KNOWN)(self._changes)  # choices for several limits ask for the same
 
     @cached_property
     def _lane(self) -> HostLane:
@@ -100,12 +113,10 @@ class ResidualGraph:
     def effect(self, fates: Collection[int]) -> Effect:
         """What is there again, and what is kept longer."""
         found, gone = Effect(), {max(fate, ~fate) for fate in fates}
-        for use in self._uses:
-            if use.value in gone:
-                self._make(use.value, use.place, fates, gone, found)
-            elif use.value not in self._known and not gone.isdisjoint(use.sources):
-                for source in use.sources:
-                    self._make(source, use.place, fates, gone, found)
+        for number in sorted({number for value in gone for number in self._uses_of.get(value, ())}):
+            use = self._uses[number]
+            for value in (use.value,) if use.value in self._known else use.sources:
+                self._make(value, use.place, fates, gone, found)
         return found
 
     def _make(self, value: int, place: int, fates: Collection[int], gone: Collection[int], found: Effect) -> None:
@@ -140,36 +151,39 @@ class ResidualGraph:
 
     def estimate(self, fates: Collection[int]) -> tuple[Array, float]:
         """The bytes of a device over time, and the seconds that are added."""
+        places, amounts, seconds = self._known_changes(frozenset(fates))
+        return self.profile + np.cumsum(np.bincount(places, amounts, len(self.profile) + 1))[:-1], seconds
+
+    def _changes(self, fates: frozenset[int]) -> tuple[NDArray[np.int64], Array, float]:
+        """Where the bytes of a device change, and by how many, and the seconds that are added."""
         found = self.effect(fates)
-        copies, change = self.copies(fates, found), np.zeros(len(self.profile) + 1)
+        copies, change = self.copies(fates, found), list[tuple[int, float]]()
         for value in (*found.first, *(self.unread.intersection(fates) - found.first.keys())):
             away = copies[value].away if value in copies else 0
             for until, end, size in self._waiting.get(value, ()):
                 gone = max(until, away)
                 if gone < end:
-                    change[gone + 1] -= size
-                    change[end + 1] += size
+                    change += (gone + 1, -size), (end + 1, size)
         for value, place in found.first.items():
-            change[min(copies[value].back, place) if value in copies else place] += self.sizes[value]
-            change[max(found.last[value], place) + 1] -= self.sizes[value]
-        for value in self._following:
-            if not found.first.keys().isdisjoint(self.sources[value]):
-                for until, _, size in self._waiting[value]:
-                    change[until + 1] -= size
-                    change[self._late[value]] += size
+            begins = min(copies[value].back, place) if value in copies else place
+            change += (begins, self.sizes[value]), (max(found.last[value], place) + 1, -self.sizes[value])
+        numbers = {number for source in found.first for number in self._following.get(source, ())}
+        for value in map(self._waits_along.__getitem__, sorted(numbers)):
+            for until, _, size in self._waiting[value]:
+                change += (until + 1, -size), (self._late[value], size)
         for value, place in found.kept.items():
             if value in self._known:
                 start = max((end + 1 for _, end, _ in self._spans.get(value, ())), default=self._place_of(value))
+                if place < start:  # kernels make it on the way, until clones read it
+                    start = self._passed.get(value, start)
                 if place >= start:
-                    change[start] += self.sizes[value]
-                    change[place + 1] -= self.sizes[value]
+                    change += (start, self.sizes[value]), (place + 1, -self.sizes[value])
             elif value in self._carries:
                 start, end, size = self._carries[value]
-                change[start] += size
-                change[end + 1] -= size
+                change += (start, size), (end + 1, -size)
         seconds = sum(self._seconds_among(v, found.first) if v in fates else copies[v].seconds for v in found.first)
         seconds -= sum(size for value, size in self._stacking.items() if value in fates)
-        return self.profile + np.cumsum(change)[:-1], seconds
+        return np.array([place for place, _ in change], np.int64), np.array([size for _, size in change]), seconds
 
     def _seconds_among(self, value: int, recomputed: Collection[int]) -> float:
         """The seconds of making a residual again: kernels compute on the way what they would have read else."""
@@ -196,6 +210,25 @@ class ResidualGraph:
     def cost(self, fate: int) -> float:
         """The seconds of one fate alone: those of making a residual again, or of the longer copy of it."""
         return self.seconds[fate] if fate >= 0 else self.host_sizes[~fate] * self._host_seconds_per_byte
+
+    def least_seconds(self, value: int, recompute: bool, host: bool) -> float:
+        """The seconds of the cheapest fate of a residual that is not kept, among any others: below zero where it saves
+        more than it takes. Infinite where it has no other fate."""
+        again = 0.0 if value in self.unread else self.seconds[value] - sum(s for _, s in self._read.get(value, ()))
+        found = [max(0.0, again) - self._stacking.get(value, 0.0)] if recompute else []
+        return min([*found, *([0.0] if host and value in self.movable else [])], default=np.inf)
+
+    def waiting_at(self, place: int) -> dict[int, float]:
+        """Per residual, the bytes at a place that wait for the backward part if it is kept: its own, and those of what
+        kernels compute of it."""
+        found = dict[int, float]()
+        for value in self.residuals:
+            found[value] = sum(size for until, end, size in self._waiting.get(value, ()) if until < place <= end)
+        for value in self._waits_along:
+            size = sum(size for until, _, size in self._waiting[value] if until < place < self._late[value])
+            for source in self.sources[value]:
+                found[source] = found.get(source, 0.0) + size
+        return found
 
     def fresh_sources(self, values: Iterable[int], fates: Collection[int]) -> set[int]:
         """The residuals that some are made of which nothing late reads otherwise, and theirs."""
@@ -290,6 +323,15 @@ class ResidualGraph:
     def _place_of(self, value: int) -> int:
         return self._place[self.program.makers[value].index]
 
+    def _first_places(self) -> dict[int, int]:
+        """Per residual that kernels make on the way, where all that they make it of is there."""
+        found = dict[int, int]()
+        for value in self.residuals:  # in the order of the program
+            sources = self.sources.get(value, ())
+            if value not in self._spans and value not in self.stacks and sources:
+                found[value] = max(found.get(source, self._place_of(source)) for source in sources)
+        return found
+
     def _size(self, value: int) -> float:
         if value in self.stacks:
             return self._size(self.stacks[value].made)  # one slice
@@ -319,7 +361,7 @@ class ResidualGraph:
             moved = self.sizes[value] + sum(self.sizes.get(source, 0.0) for source in self.sources[value])
             flops[value] = times * sum(choices.flops / strategy.degree for choices, strategy in run)
             seconds[value] = times * prices.work(flops[value] / times, moved, self.program.values[value].dtype, 1)
-            if value in self.stacks and not any(o.primitive.name in PRODUCTS for o in made):
+            if value in self.stacks and not any(is_product(self.program, o) for o in made):
                 rate = times / prices.hardware.memory_bytes_per_second
                 self._read[value] = [(s, rate * self.sizes[s]) for s in self.sources[value] if s in self.sizes]
             moved_again = {v for o in made for v in (*o.read, *o.results)}.difference(self.sources[value])

@@ -7,8 +7,10 @@ in the program that has the loop.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shardplan.common.progress import set_stage
@@ -18,7 +20,7 @@ from shardplan.memory import lifetimes_of
 from shardplan.optimize.choose_blocks import BlockCandidates, Candidate
 from shardplan.options import Options
 from shardplan.plans.blocks_by_hand import rows_of
-from shardplan.plans.pipeline import donated_leaves, plan_program
+from shardplan.plans.pipeline import build_problem, donated_leaves, plan_problem
 from shardplan.plans.plan_data import PlanData
 from shardplan.plans.stopwatch import Stopwatch
 from shardplan.program.blocks import Blocked, Blocks, in_blocks
@@ -43,17 +45,18 @@ _NO_LIMIT = 1e30
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A program in blocks, and its plan without a limit."""
+    """A program in blocks, and its plan without a limit. Small products take ``slower`` seconds longer."""
 
     blocks: tuple[Blocks, ...]
     rows: tuple[Mapping[str, Any], ...]
     program: Program
     plan: PlanData
+    slower: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Of a step."""
-        return step_time(self.plan.schedule).seconds
+        return step_time(self.plan.schedule).seconds + self.slower
 
 
 class BlockedPlans:
@@ -131,7 +134,7 @@ class BlockedPlans:
             offloaded=own.offloaded,
             blocks=chosen.blocks,
         )
-        statistics = {**plan.statistics, "blocks": list(chosen.rows)}
+        statistics = {**plan.statistics, "blocks": list(chosen.rows), "slower_seconds": chosen.slower}
         if own.recomputed is not None:
             statistics["recomputed"] = self._free.statistics.get("recomputed", [])
         bound = min(self._free.lower_bound, plan.objective)
@@ -139,6 +142,10 @@ class BlockedPlans:
 
 
 def _planned(begun: _Planned, blocked: Blocked, candidate: Candidate, free: PlanData, options: Options) -> _Planned:
-    plan = plan_program(blocked.program, free.mesh, options)
+    started, parts = time.perf_counter(), (blocked.program, free.mesh, options)
+    problem = build_problem(*parts, like=free.schedule.problem)
+    spent, again = time.perf_counter() - started, partial(build_problem, *parts, like=problem)
+    plan = plan_problem(problem, free.mesh, options, spent, rebuild=again)
     rows = rows_of(begun.program, blocked, begun.plan.peak_bytes - plan.peak_bytes, candidate.seconds)
-    return _Planned((*begun.blocks, candidate.blocks), (*begun.rows, *rows), blocked.program, plan)
+    slower = begun.slower + candidate.slower
+    return _Planned((*begun.blocks, candidate.blocks), (*begun.rows, *rows), blocked.program, plan, slower)

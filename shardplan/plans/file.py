@@ -164,6 +164,7 @@ class Statistics(TypedDict):
     recomputed: NotRequired[tuple[RecomputedRow, ...]]
     offloaded: NotRequired[tuple[OffloadedRow, ...]]
     kept_for_effects: NotRequired[int]
+    least_added_seconds: NotRequired[float]
     blocks: NotRequired[tuple[BlocksRow, ...]]
 
 

@@ -81,7 +81,7 @@ class Fitting:
         self.take(free, 0.0)
         with suppress(InfeasibleError):
             other = self.by_other_means(options, watch)
-            return min(plan, other, key=lambda one: step_time(one.schedule).seconds)
+            return min(plan, other, key=_seconds)
         return plan
 
     def take(self, free: PlanData, refused: float) -> None:
@@ -93,27 +93,30 @@ class Fitting:
 
         Raises InfeasibleError with the least peak of all where none does."""
         assert self._free is not None
-        limit, refused, found = memory_limit_of(options), list[InfeasibleError](), list[PlanData]()
+        limit, refused, found = memory_limit_of(options), dict[str, InfeasibleError](), list[PlanData]()
         check_arguments(self._free.schedule.problem, limit)
         shortest = (1 + _FEW_SECONDS) * _seconds(self._free)
+
+        def attempt(word: str, within: Callable[[float, Stopwatch], PlanData]) -> None:
+            try:
+                found.append(within(limit, watch))
+            except InfeasibleError as error:
+                refused[word] = error
+
         for word in MEANS:
             enough = found and (watch.left <= 0 or _seconds(found[0]) <= shortest)
             if not _WORDS[word].isdisjoint(options.fit) and not enough:
-                try:
-                    found.append(self._by(word, self._free, options, watch).within(limit, watch))
-                except InfeasibleError as error:
-                    refused.append(error)
+                attempt(word, self._by(word, self._free, options, watch).within)
         recomputed = self._means.get(("recompute", HOST in options.fit))
-        both = {"recompute", "blocks"}.issubset(options.fit)
-        if isinstance(recomputed, RecomputedPlans) and both and not found and watch.left > 0:
-            try:
-                found.append(self._by(_BOTH, recomputed.for_blocks(watch), options, watch).within(limit, watch))
-            except InfeasibleError as error:
-                refused.append(error)
+        if isinstance(recomputed, RecomputedPlans) and "blocks" in options.fit:
+            if not found:
+                attempt("recompute", recomputed.leanest_within)
+            if not found and watch.left > 0:
+                attempt(_BOTH, self._by(_BOTH, recomputed.for_blocks(watch), options, watch).within)
         if found:
             return min(found, key=_seconds)
-        least = min(error.least_peak_bytes for error in refused)
-        raise InfeasibleError(". ".join(str(error).rstrip(".") for error in refused), least)
+        least = min(error.least_peak_bytes for error in refused.values())
+        raise InfeasibleError(". ".join(str(error).rstrip(".") for error in refused.values()), least)
 
     def _by(self, word: str, free: PlanData, options: Options, watch: Stopwatch) -> FittingPlans:
         key = word, HOST in options.fit
@@ -123,4 +126,5 @@ class Fitting:
 
 
 def _seconds(plan: PlanData) -> float:
-    return step_time(plan.schedule).seconds
+    """Of a step, with those that products in blocks take longer since they are small."""
+    return step_time(plan.schedule).seconds + float(plan.statistics.get("slower_seconds", 0.0))

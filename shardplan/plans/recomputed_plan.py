@@ -14,12 +14,14 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.common.progress import set_stage
+from shardplan.common.tables import size_text
 from shardplan.errors import InfeasibleError
 from shardplan.memory import lifetimes_of
 from shardplan.optimize.carried_over import carried_over
 from shardplan.optimize.checkpoint_policies import POLICIES
 from shardplan.optimize.choose_recomputed import Fates, choose_recomputed
 from shardplan.optimize.host_lane import Copied
+from shardplan.optimize.least_seconds import least_seconds
 from shardplan.optimize.residual_graph import ResidualGraph
 from shardplan.optimize.solve_once import ACCEPTABLE_GAP, Choices, FoundSchedule, Search
 from shardplan.optimize.step_time_objective import LEAST_SHARE
@@ -47,6 +49,9 @@ _LARGE = 1 / 2
 
 _NEAR = 0.97
 """The share of the limit from which on a plan that fits is not looked for with less recomputed."""
+
+_FEW_SECONDS = 0.01
+"""The share of a step below which it is not worth looking for a choice that adds less."""
 
 _LEAST_SECONDS = 0.05
 """Of the search of layouts for a program that has not fitted by the time limit: it finds the least peak."""
@@ -76,7 +81,7 @@ class RecomputedPlans:
 
     def __init__(self, program: Program, free: PlanData, options: Options, watch: Stopwatch) -> None:
         self._program, self._free, self._options, self._mesh = program, free, options, free.mesh
-        self._donated = donated_leaves(program, free.donated)
+        self._donated, self._seconds = donated_leaves(program, free.donated), step_time(free.schedule).seconds
         fates = Fates("recompute" in options.fit, max(0.0, host_memory_of(options) - free.host_bytes))
         self._fates = [fates] if not (fates.recompute and fates.host_bytes) else [Fates(), fates]
         self._tried: dict[frozenset[int], _Rewritten] = {}
@@ -89,15 +94,22 @@ class RecomputedPlans:
             self._tried[frozenset()] = self._priced(frozenset(), released)
 
     def within(self, limit: float, watch: Stopwatch) -> PlanData:
-        """The plan within a limit that adds the least work. Raises InfeasibleError where none is found."""
+        """The plan within a limit that adds the least work. Raises InfeasibleError where none is found.
+
+        Where blocks may help, they come before the search for the lowest peak."""
         for fates in self._fates:
             self._choose_for(limit, fates, watch)
         best = self._best_of(self._tried, limit)  # also what was found for other limits
         if best is not None:
-            return self._reported(self._improved(best, limit, watch), watch)
+            return self._reported(self._improved(best, limit, watch), watch, limit)
+        return self.leanest_within(limit, watch, thorough="blocks" not in self._options.fit)
+
+    def leanest_within(self, limit: float, watch: Stopwatch, thorough: bool = True) -> PlanData:
+        """The plan within a limit of the program with the lowest peak, in other layouts; the search for those of the
+        lowest peak of all is to be ``thorough``. Raises InfeasibleError where none is found."""
         leanest = min(self._tried.values(), key=lambda one: one.peak_bytes)
         try:
-            return self._reported(self._searched(leanest, limit, watch), watch)
+            return self._reported(self._searched(leanest, limit, watch, thorough), watch, limit)
         except InfeasibleError as error:
             least = min(error.least_peak_bytes, leanest.peak_bytes)
             again, on_host = len(self._again(leanest.chosen)), sum(fate < 0 for fate in leanest.chosen)
@@ -122,9 +134,11 @@ class RecomputedPlans:
     def _choose_for(self, limit: float, fates: Fates, watch: Stopwatch) -> None:
         """Tries what is chosen for the limit, then for as much less or more as was missed."""
         target, seen, missed = limit, [frozenset[int]()], np.inf
+        fits, exceeds, less = -np.inf, np.inf, 0.0  # targets that did, and the seconds of the latter
         for number in range(_MOST_CHOICES):
             best = self._best_of(seen, limit)
-            if watch.left <= 0 and (best is not None or number >= _LEAST_CHOICES):
+            near = best is not None and best.seconds - less <= _FEW_SECONDS * self._seconds
+            if (exceeds < np.inf and near) or (watch.left <= 0 and (best is not None or number >= _LEAST_CHOICES)):
                 break
             chosen = self._choice(target, fates)
             if chosen in seen:
@@ -135,16 +149,17 @@ class RecomputedPlans:
             found = self._rewritten(chosen, watch)
             seen.append(chosen)
             excess = found.peak_bytes - limit
-            if excess > 0 and (best is not None or self._graph.estimate(self._in_graph(chosen))[0].max() > target):
-                break  # it was nearer before, or no more is found to choose
-            if excess <= 0 and (missed < np.inf or found.peak_bytes >= _NEAR * limit):
-                break
-            if excess > missed / 2:  # the estimate is off by more than it says: half-way to the most
-                most = self._graph.estimate(self._choice(0.0, fates))[0].max()
-                target = (target + most) / 2
+            if excess <= 0:
+                if found.peak_bytes >= _NEAR * limit:
+                    break
+                fits, target = target, target - excess
             else:
-                target -= excess
-            missed = excess if excess > 0 else missed
+                exceeds, less = target, found.seconds
+                if excess > missed / 2:  # the estimate is off by more than it says: half-way to the most
+                    excess = (target - self._graph.estimate(self._choice(0.0, fates))[0].max()) / 2
+                missed, target = found.peak_bytes - limit, target - excess
+            if fits > -np.inf and exceeds < np.inf:
+                target = (fits + exceeds) / 2
         if self._best_of(seen, limit) is None:  # as many as save memory
             seen.append(self._choice(0.0, fates))
             self._rewritten(seen[-1], watch)
@@ -230,7 +245,7 @@ class RecomputedPlans:
         sizes = {value: self._graph.program.values[value].stored_bytes for value in self._copies(one.chosen)}
         return {value: size / problem.domain(value).parts[layouts[value]] for value, size in sizes.items()}
 
-    def _searched(self, begun: _Rewritten, limit: float, watch: Stopwatch) -> _Rewritten:
+    def _searched(self, begun: _Rewritten, limit: float, watch: Stopwatch, thorough: bool = True) -> _Rewritten:
         """The result of a search within the limit. Raises InfeasibleError where nothing is found."""
         problem, choices = begun.found.schedule.problem, begun.found.solution.choices.copy()
         with watch.states():
@@ -243,13 +258,16 @@ class RecomputedPlans:
             known.append(self._counted(problem, choices))
         known = [_with_cost(one) for one in known]
         seconds = max(watch.left, _LEAST_SECONDS)
-        found = search_within(problem, Search("auto", seconds, limit, self._donated, known=known))
+        search = Search("auto", seconds, limit, self._donated, may_exceed=not thorough, known=known)
+        found = search_within(problem, search)
+        if found.peak_bytes > limit:
+            raise InfeasibleError(f"No layouts within {size_text(limit)} were found.", found.peak_bytes)
         return self._priced(begun.chosen, found)
 
     # ---- what the plan says
 
-    def _reported(self, chosen: _Rewritten, watch: Stopwatch) -> PlanData:
-        """The plan with the bound of the program as it was, and the fates of its residuals."""
+    def _reported(self, chosen: _Rewritten, watch: Stopwatch, limit: float = np.inf) -> PlanData:
+        """The plan with the bound of the program as it was, and the fates of its residuals, chosen for a limit."""
         found, free = _with_cost(chosen.found), self._free
         if found.schedule.problem.prices.counts_time:
             solution = replace(found.solution, cost=step_time(found.schedule).seconds)
@@ -267,10 +285,17 @@ class RecomputedPlans:
         sizes, copies = self._host_sizes(chosen), self._copies(chosen.chosen)
         waiting = {v: {"count": 1, "bytes": size, "seconds": copies[v].seconds} for v, size in sizes.items()}
         kept = len(kept_for_effects(self._program))
+        work, bounds = self._work(again), dict[str, float]()
+        if limit < np.inf:
+            users = sum(self._graph.stacked(value)[3] for value in self._stackable)  # the program stacks none of it
+            added = sum(one["seconds"] for one in (*work.values(), *waiting.values()))
+            estimated = self._graph.estimate(self._in_graph(chosen.chosen))[0].max()
+            least = users + least_seconds(self._graph, max(limit, estimated), self._fates[-1])
+            bounds = {"least_added_seconds": min(least, added)}
         pinned = pinned_rows(found.schedule, self._options, sum(copies[v].seconds for v in sizes))
         on_host = [*self._rows(waiting), *pinned]
-        rows = {"recomputed": self._rows(self._work(again)), "offloaded": on_host, "kept_for_effects": kept}
-        return replace(plan, recipe=recipe, statistics={**plan.statistics, **rows})
+        rows = {"recomputed": self._rows(work), "offloaded": on_host, "kept_for_effects": kept}
+        return replace(plan, recipe=recipe, statistics={**plan.statistics, **rows, **bounds})
 
     def _work(self, recomputed: frozenset[int]) -> dict[int, dict[str, float]]:
         """The figures of what is recomputed: bytes of a device that wait no longer, and work that is added. What is

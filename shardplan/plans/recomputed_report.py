@@ -24,9 +24,11 @@ def recomputed_text(plan: PlanData) -> str:
     count, freed, seconds = (sum(row[name] for row in rows) for name in ("count", "bytes", "seconds"))
     effects = plan.statistics.get("kept_for_effects", 0)
     kept = f"; {effects} are kept, since what makes them has effects" if effects else ""
+    least = plan.statistics.get("least_added_seconds")
+    bound = "" if least is None or plan.offloaded else f" (at least {1e3 * least:,.3f} ms in these layouts)"
     return (
         f"to fit, {count} values are computed again: {size_text(freed)} per device wait no longer, for "
-        f"{1e3 * seconds:,.3f} ms of work; most in {_most(rows)}{kept}"
+        f"{1e3 * seconds:,.3f} ms of work{bound}; most in {_most(rows)}{kept}"
     )
 
 

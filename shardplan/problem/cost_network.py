@@ -81,7 +81,7 @@ class Problem:
         whole = (
             fixed if self.islands else dict.fromkeys(range(len(program.values)))
         )  # only islands can leave a sum partial
-        self.deferred = DeferredSums(program, self.choices, self.links, whole)
+        self.deferred = DeferredSums(program, self.choices, self.links, whole, self.reduce_dtype)
         self.sent_bytes = sent_bytes(program)
         self._pass_on_deferred()
         self.stacks = {link.target for one in self.links.values() for link in one.inside if link.stacked == "target"}

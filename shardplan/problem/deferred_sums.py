@@ -24,6 +24,8 @@ from shardplan import _jax
 from shardplan.problem.loop_carry_sums import carries_of_sums
 from shardplan.problem.ops.slice import SLICES
 from shardplan.problem.strategy import Choices
+from shardplan.problem.sum_dtypes import deferred_dtype
+from shardplan.program.blocks.loop import ends_sum
 from shardplan.program.control_flow import Links
 from shardplan.program.program import Constant, Operation, Program
 
@@ -39,13 +41,18 @@ class DeferredSums:
 
     ``values`` are those values. ``operands`` maps an operation to the sets of positions of operands that are partial
     together. An operation uses one of these sets, and an operation with strategies of its own may use any. ``rounded``
-    are values that only pass on other sums.
+    are values that only pass on other sums. ``reduce_dtype`` is the user's.
     """
 
     def __init__(
-        self, program: Program, choices: Mapping[int, Choices], links: Mapping[int, Links], fixed: Mapping[int, Any]
+        self,
+        program: Program,
+        choices: Mapping[int, Choices],
+        links: Mapping[int, Links],
+        fixed: Mapping[int, Any],
+        reduce_dtype: Any,
     ) -> None:
-        self._program = program
+        self._program, self._reduce_dtype = program, reduce_dtype
         self._operations = tuple(part for operation in program.operations for part in _parts(operation))
         self._choices = {part.index: _BARRIER_CHOICES for part in self._operations if part.index < 0} | {**choices}
         self._fixed = fixed
@@ -77,6 +84,7 @@ class DeferredSums:
             carries = {entering: coming for entering, coming in carries.items() if entering not in broken}
         useful = self._useful(able, needed, carries) | self._shrinking(*self._able(left, through=True))
         useful |= {value for value, other in same.items() if other in useful and other in carries}
+        useful |= {o.results[0] for o in self._ends_of_blocks() if useful.issuperset(o.operands)}
         self.values = frozenset(self._with_other_parts(useful))
         self.operands = {
             operation.index: sets[:1] if self._choices[operation.index].follows_result else sets
@@ -85,6 +93,15 @@ class DeferredSums:
         }
         self.rounded = self._rounded()
         self.operands = {index: sets for index, sets in self.operands.items() if index >= 0}
+
+    def _ends_of_blocks(self) -> Iterator[Operation]:
+        """The conversions of sums over blocks to the types in which the step without blocks reduces them. What is
+        reduced in a wider type (vectors) is so before."""
+        for operation in self._linears:
+            if ends_sum(operation) and self._is_open(operation):
+                before, after = (self._program.values[v] for v in (*operation.read, *operation.results))
+                if _jax.item_bytes(deferred_dtype(after, self._reduce_dtype)) < _jax.item_bytes(before.dtype):
+                    yield operation
 
     def _is_open(self, operation: Operation) -> bool:
         return bool(operation.results) and self._open.issuperset(operation.results)
@@ -358,6 +375,8 @@ class DeferredSums:
             value = operation.results[0]
             own = self._number_bytes(value)
             end = min(own, *(ends.get(result, own) for result in operation.results))
+            if ends_sum(operation):  # each device rounds its part, as without blocks
+                end = self._number_bytes(operation.read[0])
             waiting = {operation.operands[position] for linear in self.operands[operation.index] for position in linear}
             passed = self._with_sources(o for o in waiting if isinstance(o, int))
             ends |= {o: min(end, ends.get(o, end)) for o in passed}

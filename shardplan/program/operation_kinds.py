@@ -9,6 +9,7 @@ from shardplan.memoize import memoize
 from shardplan.program.program import Operation, Program, operand_type
 
 CONVOLUTION, PRODUCT, POOLING_GRADIENT = "conv_general_dilated", "dot_general", "select_and_scatter_add"
+PRODUCTS = frozenset({PRODUCT, CONVOLUTION, "ragged_dot_general"})
 REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
 )
@@ -35,6 +36,20 @@ def readers_of(operations: Iterable[Operation]) -> dict[int, list[Operation]]:
             if isinstance(operand, int):
                 readers.setdefault(operand, []).append(operation)
     return readers
+
+
+def is_product(program: Program, operation: Operation) -> bool:
+    """Whether an operation is a product or a convolution, and no outer product."""
+    return operation.primitive.name in PRODUCTS and not is_outer_product(program, operation)
+
+
+def is_outer_product(program: Program, operation: Operation) -> bool:
+    """Whether a product has no contraction: it is an elementwise multiplication."""
+    if operation.primitive.name != PRODUCT:
+        return False
+    (contracted, _), _ = operation.params["dimension_numbers"]
+    shape = operand_type(program, operation.operands[0]).shape
+    return prod(shape[dim] for dim in contracted) == 1
 
 
 def is_scatter(program: Program, operation: Operation) -> bool:

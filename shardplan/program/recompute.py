@@ -29,10 +29,11 @@ from dataclasses import dataclass, replace
 from shardplan import _jax
 from shardplan.memoize import memoize
 from shardplan.program.offloaded_stacks import offloading_stacks
+from shardplan.program.operation_kinds import is_product
 from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.prune import prune
 from shardplan.program.recompute_scans import StackingMore, is_fixed, recomputing_stacks, remakeable, stacking_more
-from shardplan.program.residuals import PRODUCTS, early, is_fused, materialised, residuals
+from shardplan.program.residuals import early, is_fused, materialised, residuals
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ def ties(program: Program) -> dict[int, int]:
         if reached:
             found[index] = max(reached, key=lambda value: makers[value].index)
         for result in operation.results:
-            if operation.bodies or operation.primitive.name in PRODUCTS or (result in made and not reached):
+            if operation.bodies or is_product(program, operation) or (result in made and not reached):
                 last[result] = result
             elif reached:
                 last[result] = found[index]
@@ -236,7 +237,7 @@ class _Rewriting:
         returning = [v for v in returning if v not in self._clones]
         leaving = [v for v in self._on_host if self._offloaded[v].away == tie]
         makers = self._program.makers
-        held = any(makers[value].primitive.name in PRODUCTS for value in self._pending)
+        held = any(is_product(self._program, makers[value]) for value in self._pending)
         releases = held and makers[tie].index in self._continuing
         if not (operations or returning or leaving or releases):
             return

@@ -21,11 +21,10 @@ from itertools import accumulate
 
 from shardplan import rules
 from shardplan.memoize import memoize
-from shardplan.program.operation_kinds import CONVOLUTION, PRODUCT, VIEWS, is_view, readers_in
+from shardplan.program.operation_kinds import VIEWS, is_outer_product, is_product, is_view, readers_in
 from shardplan.program.program import Operation, Program, operand_type
 from shardplan.program.recompute_scans import is_fixed
 
-PRODUCTS = frozenset({PRODUCT, CONVOLUTION, "ragged_dot_general"})
 _ADDITIONS = frozenset({"add", "add_any"})
 _MOVES = VIEWS | {"broadcast_in_dim", "transpose", "slice", "rev", "pad", "select_n", "iota", "dynamic_slice", "split"}
 _MOVES |= {"concatenate", "copy", "random_bits", "convert_element_type", "sharding_constraint", "device_put"}
@@ -54,14 +53,14 @@ def materialised(program: Program) -> frozenset[int]:
             size = program.values[operation.results[0]].elements
             sizes = [program.values[o].elements for o in operation.read]
             found.update(operation.results if sizes == [size, size] else ())
-        if operation.primitive.name in PRODUCTS:
+        if is_product(program, operation):
             found.update(_shown(program, o) for o in operation.read)
     return frozenset(value for value in found if value in program.makers)
 
 
 def is_fused(program: Program, operation: Operation) -> bool:
     """Whether kernels that read the result compute it: element by element, or as a move of data."""
-    if operation.primitive.name in _MOVES or is_view(program, operation):
+    if operation.primitive.name in _MOVES or is_view(program, operation) or is_outer_product(program, operation):
         return True
     types = [operand_type(program, operand) for operand in operation.operands]
     results = [program.values[result] for result in operation.results]
@@ -91,7 +90,7 @@ def waiting_bytes(program: Program) -> list[int]:
     makers, values, leading = program.makers, program.values, set[int]()
     for index in reversed(program.regions[0].operations):
         operation = program.operations[index]
-        if operation.bodies or operation.primitive.name in PRODUCTS or not leading.isdisjoint(operation.results):
+        if operation.bodies or is_product(program, operation) or not leading.isdisjoint(operation.results):
             leading.update(operation.read)
     change = [0] * (len(program.operations) + 1)
     first, last = dict[int, int](), dict[int, int]()

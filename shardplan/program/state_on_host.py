@@ -28,10 +28,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardplan import _jax
-from shardplan.program.operation_kinds import readers_in
+from shardplan.program.operation_kinds import is_product, readers_in
 from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.prune import prune
-from shardplan.program.residuals import PRODUCTS, border, waiting_bytes
+from shardplan.program.residuals import border, waiting_bytes
 
 
 def state_on_host(program: Program, positions: Collection[int]) -> Program:
@@ -194,7 +194,7 @@ def _ties(program: Program) -> dict[int, int]:
         reached = list[int]()
         for operand in program.operations[index].read:
             maker = makers.get(operand)
-            if maker is not None and (maker.bodies or maker.primitive.name in PRODUCTS):
+            if maker is not None and (maker.bodies or is_product(program, maker)):
                 reached.append(operand)
             elif maker is not None and maker.index in found:
                 reached.append(found[maker.index])
@@ -252,7 +252,7 @@ def _late(program: Program, group: _Group, own: Collection[int], size: int) -> _
         operation = program.operations[index]
         if waiting[ends] - waiting[max(index, found.ready)] >= size:
             break
-        if index > found.ready and (operation.bodies or operation.primitive.name in PRODUCTS):
+        if index > found.ready and (operation.bodies or is_product(program, operation)):
             found = replace(group, ties=(*group.ties, operation.results[0]), ready=index)
     return found
 

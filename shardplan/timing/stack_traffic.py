@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardplan.program.operation_kinds import CONVOLUTION, PRODUCT, is_view
+from shardplan.program.operation_kinds import is_product, is_view
 from shardplan.program.program import Operation, Program
-
-_PRODUCTS = frozenset({PRODUCT, CONVOLUTION, "ragged_dot_general"})
 
 
 def stack_traffic(program: Program, scan: Operation) -> Iterator[tuple[int, int]]:
@@ -29,7 +27,7 @@ def stack_traffic(program: Program, scan: Operation) -> Iterator[tuple[int, int]
         operation = program.operations[index]
         if is_view(program, operation) and not slices.isdisjoint(operation.read):
             slices.update(operation.results)
-        elif operation.primitive.name in _PRODUCTS:
+        elif is_product(program, operation):
             for read in slices.intersection(operation.read):
                 yield index, 2 * program.values[read].total_bytes
 

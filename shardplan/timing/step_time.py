@@ -26,16 +26,15 @@ from shardplan.hardware import HardwareProfile, load
 from shardplan.layout.collectives import CollectiveKind
 from shardplan.layout.objectives import Prices, Timing
 from shardplan.layout.objectives.step_seconds import StepSeconds
+from shardplan.memoize import memoize
 from shardplan.memory import whole_kernels
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule, Sent
-from shardplan.program.operation_kinds import moves_between_memories
+from shardplan.program.operation_kinds import PRODUCTS, moves_between_memories
 from shardplan.program.program import Operation, Program, Region
 from shardplan.timing.execution_order import execution_order
 from shardplan.timing.host_copies import seconds_of_copies
 from shardplan.timing.stack_traffic import stack_traffic
-
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 _MERGED_BYTES = 30 * 2**20
 """XLA:GPU merges reduce-scatters until a device gets so many bytes."""
@@ -80,6 +79,7 @@ class StepTime:
         return self.waiting + self.overlappable - self.exposed
 
 
+@memoize
 def step_time(schedule: Schedule) -> StepTime:
     """The seconds of a schedule: its operations, its collectives that can hide, the others, and copies to the host."""
     problem, seconds = schedule.problem, _work(schedule)
@@ -263,7 +263,7 @@ def _windows(region: Region, operations: Sequence[Operation], seconds: Mapping[i
 
 
 def _is_place(operation: Operation) -> bool:
-    return operation.primitive.name in _PRODUCTS or bool(operation.bodies)
+    return operation.primitive.name in PRODUCTS or bool(operation.bodies)
 
 
 def _sent_last(problem: Problem, windows: Mapping[int, _Window]) -> set[int]:

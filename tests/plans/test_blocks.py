@@ -8,6 +8,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import shardplan
+from shardplan.hardware import load
+from shardplan.memory import lifetimes_of
+from shardplan.optimize.choose_blocks import BlockCandidates
 
 WIDTH, BATCH, WORDS = 32, 256, 1024
 
@@ -83,6 +86,52 @@ def test_a_step_that_fits_in_blocks_alone(fit, tmp_path):
     assert_equal(planned(*arguments()), train(*arguments()))
     plan.save(tmp_path / "plan.json")
     assert shardplan.Plan.load(tmp_path / "plan.json").blocks == plan.blocks
+
+
+def narrow(params, x):
+    """A step with float32 parameters and products in bfloat16, of a first layer and a scan over two."""
+
+    def loss(params):
+        first, layers = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params["first"]), params["layers"]
+        h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w.astype(h.dtype)), None), x.astype(jnp.bfloat16) @ first, layers)
+        return jnp.mean(jnp.square(h.astype(jnp.float32)))
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - g, params, gradients), value
+
+
+def narrow_arguments():
+    width, keys = 96, jax.random.split(jax.random.key(2), 3)
+    first, layers, x = map(jax.random.normal, keys, ((width, width), (2, width, width), (1024, width)))
+    return {"first": first / width**0.5, "layers": layers / width**0.5}, x
+
+
+def test_bytes_of_sums_over_blocks_of_narrow_products():
+    """Gradients are reduced over devices once, in the type of the products, as without blocks."""
+    arguments, pins = jax.eval_shape(narrow_arguments), {"1": PartitionSpec("x")}
+    free, plan = (shardplan.plan(narrow, "x=8", *arguments, pins=pins, blocks=found) for found in (None, {"batch": 4}))
+    assert plan.communication_bytes <= 1.001 * free.communication_bytes
+
+
+@pytest.mark.long
+def test_values_of_sums_over_blocks_of_narrow_products():
+    """Gradients are as near as without blocks."""
+    arguments = narrow_arguments()
+    planned = shardplan.auto(narrow, "x=8", pins={"1": PartitionSpec("x")}, blocks={"batch": 4})
+    for one, other in zip(*map(jax.tree.leaves, (planned(*arguments), narrow(*arguments))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize(("waves", "more"), [(8, 0), (1, 1)])
+def test_products_that_are_small_in_blocks(waves, more):
+    """Eight waves of tiles take no longer in two blocks, and one wave takes twice as long."""
+    side, rows = 128, waves * 132 * 128
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((side, side), (rows, side))]
+    plan = shardplan.plan(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)), 1, *shapes)
+    candidates = BlockCandidates(plan.schedule, lifetimes_of(plan.schedule, frozenset())).within(0.9 * plan.peak_bytes)
+    (slower,) = {one.slower for one in candidates if one.blocks.counts == (2,) and one.blocks.seeds[0][1] == 0}
+    wave = 2 * side**2 * rows / waves / load("h100").flops_per_second("float32")
+    assert slower == pytest.approx(more * wave)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ scales, is *cut*: it stays whole, with the reason.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -25,7 +26,10 @@ def grown(
     program: Program, seeds: Sequence[tuple[int, int]], refused: Mapping[int, str] = MappingProxyType({})
 ) -> tuple[Program, Growth]:
     """The growth of some indices, and the program with barriers that hold nothing but what has them."""
-    program = _released(program, grow(program, seeds, refused))
+    growth = grow(program, seeds, refused)
+    if not any(is_barrier(program.operations[index]) for index in growth.along):
+        return program, growth
+    program = _released(program, growth)
     return program, grow(program, seeds, refused)
 
 
@@ -35,10 +39,10 @@ def grow(program: Program, seeds: Sequence[tuple[int, int]], refused: Mapping[in
     ``refused`` are operations, by index, that are known not to run on blocks, with the reasons.
     """
     growth = Growth(tuple({value: Place(dim, Fraction(1))} for value, dim in seeds), cuts=dict(refused))
-    readers, waiting = readers_in(program), [seeds[0][0]]
+    readers, makers, waiting = readers_in(program), program.makers, deque([seeds[0][0]])
     while waiting:
-        value = waiting.pop(0)
-        around = [program.makers[value]] if value in program.makers else []
+        value = waiting.popleft()
+        around = [makers[value]] if value in makers else []
         for operation in (*around, *readers.get(value, ())):
             if operation.region or operation.index in refused or _is_known(operation, value, growth):
                 continue
@@ -51,8 +55,9 @@ def grow(program: Program, seeds: Sequence[tuple[int, int]], refused: Mapping[in
             if not is_barrier(operation):
                 growth.along[operation.index] = along
                 growth.cuts.pop(operation.index, None)  # another value had it in a dimension that does not go through
-            for places, more in zip(growth.places, found, strict=True):
-                waiting += [reached for reached in more if reached not in places and reached not in waiting]
+            pairs = [*zip(growth.places, found, strict=True)]
+            waiting += dict.fromkeys(reached for places, more in pairs for reached in more if reached not in places)
+            for places, more in pairs:
                 places |= more
     growth.along |= {
         operation.index: ()
@@ -116,7 +121,7 @@ def _through(
         else:
             number = operation.operands.index(value)
             one = rules.along_operand(rule, number, places[value].dim)
-            scale = places[value].scale / one.scale(number)
+            scale = places[value].scale if one.plain else places[value].scale / one.scale(number)
         runs_on_tiles(operation, one)
         reached = _places(operation, one, scale)
         for other, place in reached.items():
@@ -135,7 +140,7 @@ def _places(operation: Operation, along: Along, scale: Fraction) -> dict[int, Pl
     found = dict[int, Place]()
     for number, (operand, dim) in enumerate(zip(operation.operands, along.operands, strict=True)):
         if dim is not None and isinstance(operand, int):
-            place = Place(dim, scale * along.scale(number))
+            place = Place(dim, scale if along.plain else scale * along.scale(number))
             if found.setdefault(operand, place) != place:
                 raise Refusal("it reads one value along two dimensions")
     results = zip(operation.results, along.results, strict=True)

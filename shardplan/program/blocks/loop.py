@@ -22,7 +22,7 @@ from shardplan import _jax
 from shardplan.program.blocks.deep_halos import DeepHalos, combined, over_windows, summed_convolution
 from shardplan.program.blocks.places import Growth, is_barrier
 from shardplan.program.blocks.regions import Region
-from shardplan.program.blocks.scans import ScanPart
+from shardplan.program.blocks.scans import ScanPart, dtype_before
 from shardplan.program.blocks.tiles import (
     COMBINE,
     RANDOM_BITS,
@@ -41,6 +41,15 @@ from shardplan.rules import Refusal, Span
 
 _FIRST = np.int32(0)
 """A start of the type of blocks' numbers."""
+
+_SUM = "sum_over_blocks"
+"""The scope of the conversion of a sum over all blocks to its own type."""
+
+
+def ends_sum(operation: Operation) -> bool:
+    """Whether an operation converts a sum over all blocks to its own type: one that the step without blocks reduces
+    over devices in that type."""
+    return operation.primitive.name == "convert_element_type" and _SUM in _jax.module_path(operation.equation)
 
 
 class Refused(Exception):
@@ -198,7 +207,9 @@ class Loop:
     def _end(self, value: int, end: Any) -> Any:
         own = self._program.values[value]
         if value in self._tiles.reduced:
-            return end.astype(own.dtype)
+            with jax.named_scope(_SUM):
+                narrow = end.astype(dtype_before(self._program, value))
+            return narrow.astype(own.dtype)
         rows = list(own.shape)
         dims = [self._growth.places[axis][value].dim for axis in self._axes]
         if self._halos:
@@ -259,7 +270,7 @@ class _Tile:
                 operands = [self._passed(operand, result) for operand, result in pairs]
                 self._hold(operation, run_on_tile(operation, operation.params, operands))
             elif operation.bodies and (index in self._tiles.parts or operation.region):
-                self._hold(operation, self._scan(operation))
+                self._scan(operation)
             elif index in self._tiles.parts:
                 self._run(operation)
             elif operation.region:
@@ -273,30 +284,33 @@ class _Tile:
             found = jax.lax.slice_in_dim(found, -own.low, own.step - own.low, axis=dim)
         return found
 
-    def _scan(self, operation: Operation) -> Sequence[Any]:
-        """A loop of the program, on this block."""
-        part, parted = ScanPart.of(self._program, operation, range(len(operation.results))), self._tiles.parts
+    def _scan(self, operation: Operation) -> None:
+        """A loop of the program, on this block: the results that have the index or are parts of sums, of one in
+        another loop all. What the program stacks without the index is sliced."""
+        outputs, parted = self._program.regions[operation.bodies[0]].outputs, self._tiles.parts
+        ends = [*zip(outputs, operation.results, strict=True)]
+        stacks = {o: r for o, r in ends[operation.params["num_carry"] :] if isinstance(o, int) and r in self._outside}
+        of = [n for n, (_, r) in enumerate(ends) if operation.region or self._is_of_block(r)]
+        part = ScanPart.of(self._program, operation, of, stacks)
         read = [
             self._operand(operation, n) if operation.index in parted else self._any(operation.operands[n])
             for n in part.read
         ]
+        read += [self._outside[stacks[value]] for value in part.known]
 
         def turn(entering: dict[int, Any], operations: Sequence[int]) -> Mapping[int, Any]:
             inner = _Tile(self._loop, {}, self._numbers, entering)
             inner.run(operations)
             return inner._held
 
-        return part.run(read, turn)
+        self._held |= zip((operation.results[n] for n in part.results), part.run(read, turn), strict=True)
+
+    def _is_of_block(self, value: int) -> bool:
+        return self._growth.blocked(value) or value in self._tiles.reduced
 
     def _run_whole(self, operation: Operation) -> Sequence[Any]:
-        """An operation without the indices in the body of a scan. Parts of sums keep their wider type."""
-        if operation.primitive.name == "convert_element_type" and operation.results[0] in self._tiles.reduced:
-            return [self._any(operation.operands[0])]
-        read = [jnp.asarray(self._any(operand)) for operand in operation.operands]
-        for number, operand in enumerate(operation.operands):
-            if isinstance(operand, int) and operand in self._tiles.reduced:
-                read[number] = read[number].astype(operand_type(self._program, operand).dtype)
-        return run_on_tile(operation, operation.params, read)
+        """An operation without the indices in the body of a scan."""
+        return run_on_tile(operation, operation.params, [self._any(operand) for operand in operation.operands])
 
     def _run(self, operation: Operation) -> None:
         parts = self._tiles.parts[operation.index]
@@ -312,7 +326,8 @@ class _Tile:
         reducer = self._tiles.reduced.get(operation.results[0])
         try:
             params = params_on_tile(operation, parts, tuple(shape))
-            params, dtype = widened(params, self._program.values[operation.results[0]].dtype, reducer)
+            once = None if operation.region else reducer  # each turn of a loop makes its part in the type of the step
+            params, dtype = widened(params, self._program.values[operation.results[0]].dtype, once)
             operands = as_widened(operation, dtype, operands)
             results = results_on_tile(operation, parts, self._loop.run_on_tile(operation, params, operands, reducer))
         except (Refusal, TypeError, ValueError) as error:

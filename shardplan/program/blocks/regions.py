@@ -9,12 +9,14 @@ possible.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardplan.program.blocks.places import Growth, is_barrier
 from shardplan.program.operation_kinds import readers_in
 from shardplan.program.program import Operation, Program
+from shardplan.search.graph.union_find import leaders
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,64 +84,77 @@ def _largest(program: Program, growth: Growth, operation: Operation) -> float:
 
 
 def _closures(program: Program, growth: Growth, components: Sequence[set[int]], nothing: set[int]) -> list[set[int]]:
-    """The closures of components. Those that meet are one."""
-    among = {*growth.along} - nothing
-    waiting, found = [_closure(program, one, among) for one in components], list[set[int]]()
-    while waiting:
-        one = waiting.pop()
-        meeting = next((other for other in found if not one.isdisjoint(other)), None)
-        if meeting is None:
-            found.append(one)
-        else:
-            found.remove(meeting)
-            waiting.append(_closure(program, one | meeting, among))
-    return sorted(found, key=min)
+    """The closures of components: with what of the growth is on a path between two of their operations. Those that meet
+    are one."""
+    among, found = {*growth.along} - nothing, [*components]
+    while True:
+        found = [one | (among & between) for one, between in zip(found, _between(program, found), strict=True)]
+        holder = dict[int, int]()
+        pairs = [(holder.setdefault(index, number), number) for number, one in enumerate(found) for index in one]
+        leader, joined = leaders(len(found), pairs), dict[int, set[int]]()
+        for number, one in enumerate(found):
+            joined.setdefault(leader[number], set()).update(one)
+        if len(joined) == len(found):
+            return sorted(found, key=min)
+        found = [*joined.values()]
 
 
 def _components(program: Program, growth: Growth, large: set[int], least_bytes: float) -> list[set[int]]:
     """The operations that share blocks of large values, directly or over others."""
-    root, holder = {index: index for index in large}, dict[int, int]()
-
-    def find(index: int) -> int:
-        while root[index] != index:
-            root[index] = index = root[root[index]]
-        return index
-
+    holder, pairs = dict[int, int](), list[tuple[int, int]]()
     for index in sorted(large):
         operation = program.operations[index]
         for value in (*operation.read, *operation.results):
             if growth.blocked(value) and program.values[value].total_bytes >= least_bytes:
-                root[find(index)] = find(holder.setdefault(value, index))
-    found: dict[int, set[int]] = {}
+                pairs.append((holder.setdefault(value, index), index))
+    leader, found = leaders(len(program.operations), pairs), dict[int, set[int]]()
     for index in sorted(large):
-        found.setdefault(find(index), set()).add(index)
+        found.setdefault(leader[index], set()).add(index)
     return [*found.values()]
 
 
-def _closure(program: Program, component: set[int], among: set[int]) -> set[int]:
-    """The component, and what of the growth is on a path between two of its operations."""
-    makers, readers, behind, before = program.makers, readers_in(program), {*component}, {*component}
-    first, last = min(component), max(component)
-    between = [index for index in program.regions[0].operations if first <= index <= last]
-    for index in between:
-        if index not in behind and any(
-            makers[o].index in behind for o in program.operations[index].read if o in makers
-        ):
-            behind.add(index)
-    for index in reversed(between):
-        results = program.operations[index].results
-        if index in behind and any(reader.index in before for r in results for reader in readers.get(r, ())):
-            before.add(index)
-    return component | (behind & before & among)
+def _between(program: Program, components: Sequence[set[int]]) -> list[set[int]]:
+    """Per component, the operations on paths between two of its own, and these. One walk is for all components, each
+    of them a bit of a number."""
+    own, makers, readers = dict[int, int](), program.makers, readers_in(program)
+    for number, one in enumerate(components):
+        own |= {index: own.get(index, 0) | 1 << number for index in one}
+    behind, before, found = dict[int, int](), dict[int, int](), [set[int]() for _ in components]
+    operations = _spanned(program, own)
+    for operation in operations:
+        bits = own.get(operation.index, 0)
+        for operand in operation.read:
+            bits |= behind.get(makers[operand].index, 0) if operand in makers else 0
+        behind[operation.index] = bits
+    for operation in reversed(operations):
+        bits = own.get(operation.index, 0)
+        for result in operation.results:
+            for reader in readers.get(result, ()):
+                bits |= before.get(reader.index, 0)
+        before[operation.index] = bits
+        bits &= behind[operation.index]
+        while bits:
+            number = bits.bit_length() - 1
+            found[number].add(operation.index)
+            bits ^= 1 << number
+    return found
+
+
+def _spanned(program: Program, among: Collection[int]) -> list[Operation]:
+    """The operations of the whole program from the first to the last of some."""
+    order = program.regions[0].operations
+    first, last = (bisect_left(order, end) for end in (min(among, default=0), max(among, default=-1)))
+    return [program.operations[index] for index in order[first : last + 1]]
 
 
 def _levels(program: Program, growth: Growth, closure: set[int]) -> dict[int, int]:
     """The level of each operation of a closure: late, but early where it makes less than it reads of earlier loops, as
     the gradient of queries does of scores. What is read across loops is in memory whole."""
-    level, reduced = _late(program, growth, closure), partial(program, growth, tuple(sorted(closure)))
+    reduced = partial(program, growth, tuple(sorted(closure)))
+    level = _late(program, growth, closure, reduced)
     after = dict[int, int]()  # the first level at which what an operation reads is there
-    for index in program.regions[0].operations:
-        operation, crossing = program.operations[index], 0
+    for operation in _spanned(program, closure):
+        index, crossing = operation.index, 0
         for value in operation.read:
             maker = program.makers.get(value)
             if maker is None or maker.index not in after:
@@ -157,18 +172,17 @@ def _levels(program: Program, growth: Growth, closure: set[int]) -> dict[int, in
     return level
 
 
-def _late(program: Program, growth: Growth, closure: set[int]) -> dict[int, int]:
+def _late(program: Program, growth: Growth, closure: set[int], reduced: dict[int, str]) -> dict[int, int]:
     """The level of each operation of a closure: the last that its readers allow. The last of all is 0, and what no loop
     needs has level 1."""
     readers, late = readers_in(program), dict[int, int]()
-    reduced = partial(program, growth, tuple(sorted(closure)))
-    for index in reversed(program.regions[0].operations):
-        operation, found = program.operations[index], int(index not in closure)
+    for operation in reversed(_spanned(program, closure)):
+        index, found = operation.index, int(operation.index not in closure)
         for result in operation.results:
             for reader in readers.get(result, ()):
                 inside = index in closure and reader.index in closure
                 leaves = not (inside and _goes_on(program, growth, reader, result, reduced))
-                found = min(found, late[reader.index] - (index in closure and leaves))
+                found = min(found, late.get(reader.index, 1) - (index in closure and leaves))
         late[index] = found
     return {index: late[index] for index in sorted(closure)}
 

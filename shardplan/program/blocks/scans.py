@@ -68,19 +68,45 @@ def through_scan(program: Program, operation: Operation, growth: Growth, through
     return tuple(along), found
 
 
+_MOVING = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy"})
+
+
+def dtype_before(program: Program, value: int) -> Any:
+    """The type of a sum before it was widened and stacked by a scan: that in which each turn makes its part.
+
+    Gradients of weights that a layer converts to bfloat16 are sums in bfloat16, and leave the scan in float32."""
+    narrow, maker = program.values[value].dtype, program.makers.get(value)
+    while maker is not None:
+        place, name = maker.results.index(value), maker.primitive.name
+        if name == "scan" and place >= maker.params["num_carry"]:
+            source = program.regions[maker.bodies[0]].outputs[place]
+        elif is_barrier(maker) or name in _MOVING or name == "convert_element_type":
+            source = maker.operands[place]
+        else:
+            break
+        if not isinstance(source, int) or not _jax.is_float(program.values[source].dtype):
+            break
+        value, maker = source, program.makers.get(source)
+        narrow = min(program.values[value].dtype, narrow, key=_jax.item_bytes)
+    return narrow
+
+
 @dataclass(frozen=True, slots=True)
 class ScanPart:
-    """What of a scan gives some of its results: positions of operands and results, and operations of the body."""
+    """What of a scan gives some of its results: positions of operands and results, and operations of the body.
+    ``known`` are values of the body whose stacks are there."""
 
     program: Program
     operation: Operation
     read: tuple[int, ...]
     results: tuple[int, ...]
     operations: tuple[int, ...]
+    known: tuple[int, ...]
 
     @classmethod
-    def of(cls, program: Program, operation: Operation, wanted: Iterable[int]) -> ScanPart:
-        """The part that gives the results in some positions, and all carries that these need."""
+    def of(cls, program: Program, operation: Operation, wanted: Iterable[int], known: Collection[int] = ()) -> ScanPart:
+        """The part that gives the results in some positions, and all carries that these need, where the values of the
+        body in ``known`` need not be made."""
         body, makers, results = program.regions[operation.bodies[0]], program.makers, {*wanted}
         first, carries = operation.params["num_consts"], operation.params["num_carry"]
         while True:
@@ -90,24 +116,25 @@ class ScanPart:
                 value = waiting.pop()
                 if isinstance(value, int) and value not in needed:
                     needed.add(value)
-                    if value in makers and makers[value].region == body.index:
+                    if value not in known and value in makers and makers[value].region == body.index:
                         operations.add(makers[value].index)
                         waiting += makers[value].read
             read = tuple(n for n, value in enumerate(body.inputs) if value in needed)
             more = {n - first for n in read if first <= n < first + carries} - results
             if not more:
                 inside = tuple(index for index in body.operations if index in operations)
-                return cls(program, operation, read, tuple(sorted(results)), inside)
+                stacks = tuple(value for value in known if value in needed)
+                return cls(program, operation, read, tuple(sorted(results)), inside, stacks)
             results |= more
 
     def run(
         self, operands: Sequence[Any], run: Callable[[dict[int, Any], Sequence[int]], Mapping[int, Any]]
     ) -> list[Any]:
-        """The results, from the operands in ``read``. ``run`` gives the values of one turn, from those that enter it,
-        by some operations of the body."""
+        """The results, from the operands in ``read`` and the stacks of ``known``. ``run`` gives the values of one turn,
+        from those that enter it, by some operations of the body."""
         body, params = self.program.regions[self.operation.bodies[0]], self.operation.params
         first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-        inputs = [body.inputs[n] for n in self.read]
+        inputs = [*(body.inputs[n] for n in self.read), *self.known]
         outputs = [body.outputs[n] for n in self.results]
         begin = sum(n < first for n in self.read)
         end = begin + sum(first <= n < last for n in self.read)

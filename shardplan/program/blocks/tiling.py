@@ -91,15 +91,14 @@ def _leaving(program: Program, growth: Growth, region: Region, reduced: dict[int
 
 def _unit(program: Program, growth: Growth, region: Region, axis: int, count: int) -> tuple[int, int]:
     """The positions of the seed per block, and the number of blocks: all scales divide blocks into whole rows."""
-    places, scales, most = growth.places[axis], set[Fraction](), Fraction(0)
+    places, longest = growth.places[axis], dict[Fraction, int]()
     operations = (one for index in region.operations for one in with_bodies(program, program.operations[index]))
-    for operation in operations:
-        for value in (*operation.read, *operation.results):
-            if value in places and growth.blocked(value):
-                place = places[value]
-                scales.add(place.scale)
-                most = max(most, program.values[value].shape[place.dim] / place.scale)
-    whole = lcm(*(scale.denominator for scale in scales))
+    for value in {value for one in operations for value in (*one.read, *one.results)}:
+        if value in places and growth.blocked(value):
+            place = places[value]
+            longest[place.scale] = max(longest.get(place.scale, 0), program.values[value].shape[place.dim])
+    most = max((rows / scale for scale, rows in longest.items()), default=Fraction(0))
+    whole = lcm(*(scale.denominator for scale in longest))
     unit = ceil(most / count / whole) * whole
     return unit, ceil(most / unit)
 
