@@ -109,7 +109,7 @@ def test_pinned_arguments_of_any_step(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pin", ["pinned_host", ON_X])
+@pytest.mark.parametrize("pin", [pytest.param("pinned_host", marks=pytest.mark.long), ON_X])
 def test_the_figures_of_a_plan_with_state_on_the_host(pin):
     """A plan says which pins, how many bytes, and for how long a device waits; a sharding pins the layout as well."""
     step, state, x = made(layers=8, width=512, rows=4096)
