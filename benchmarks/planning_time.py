@@ -26,6 +26,7 @@ from shardplan.optimize.within_memory import search_within
 from shardplan.options import Options
 from shardplan.plans.pipeline import RESERVED_MEMORY, build_problem
 from shardplan.plans.planned_call import trace_call
+from shardplan.plans.report import bytes_on_device
 from shardplan.problem.schedule import Schedule
 
 INTRODUCTION = (
@@ -44,6 +45,7 @@ class Program:
     base: str = ""
     changes: tuple[tuple[str, Any], ...] = ()
     memory_limit: float | None = None
+    fit: tuple[str, ...] = ("recompute", "blocks")
 
     def training(self) -> Training:
         module = load(self.model)
@@ -57,7 +59,8 @@ class Program:
     @property
     def title(self) -> str:
         changed = ", ".join(f"{name} {value}" for name, value in self.changes)
-        unlimited = "no memory limit" if self.memory_limit == math.inf else ""
+        limit = f"{self.memory_limit / 1e9:.0f} GB" if self.memory_limit else ""
+        unlimited = "no memory limit" if self.memory_limit == math.inf else limit
         return ", ".join(filter(None, (self.base or self.model, changed, unlimited)))
 
 
@@ -86,8 +89,8 @@ def spend(program: Program, twice: bool = False) -> Spent:
             os.environ["SHARDPLAN_CACHE_DIR"] = folder
 
         def plan() -> shardplan.Plan:
-            options: dict[str, Any] = {"donate_argnums": 0, "memory_limit": program.memory_limit}
-            return shardplan.plan(training.train_step, program.abstract, state, batch, **options)
+            options: dict[str, Any] = {"memory_limit": program.memory_limit, "fit": program.fit}
+            return shardplan.plan(training.train_step, program.abstract, state, batch, donate_argnums=0, **options)
 
         found, seconds, work = timed(plan)
         again = timed(plan)[1] if twice else 0.0
@@ -157,6 +160,29 @@ def _within_limits(program: Program) -> Row:
     return (program.title, mesh, f"{free.work:.2f}", f"{least / most:.2f}", *cells)
 
 
+def state_and_peak(program: Program) -> tuple[float, float]:
+    """The bytes of one device's part of the state, and of the peak, in the plan without a limit."""
+    training = program.training()
+    options: dict[str, Any] = {"donate_argnums": 0, "memory_limit": math.inf}
+    plan = shardplan.plan(training.train_step, program.abstract, training.state, training.batch, **options)
+    return sum(bytes_on_device(one, plan.mesh_axes) for one in plan.arguments), plan.peak_bytes
+
+
+def _made_to_fit(program: Program) -> Row:
+    """CPU seconds without a limit, and the factors by which a limit half-way from the state to the peak multiplies
+    them, by recomputation alone and with blocks."""
+    state, peak = in_own_process(state_and_peak, program)
+    free = in_own_process(spend, dataclasses.replace(program, memory_limit=math.inf))
+    cells = []
+    for fit in (("recompute",), ("recompute", "blocks")):
+        within = dataclasses.replace(program, memory_limit=(state + peak) / 2, fit=fit)
+        try:
+            cells.append(f"{in_own_process(spend, within).work / free.work:.1f}")
+        except shardplan.InfeasibleError:
+            cells.append("does not fit")
+    return (program.title, "x".join(map(str, program.mesh)), f"{free.work:.2f}", *cells)
+
+
 HEADER: Row = (
     "step",
     "mesh",
@@ -199,6 +225,8 @@ def _large() -> Part:
         Program("llama", (2, 4), "llama3-8b", (("scan_layers", True), kept)),
         Program("llama", (2, 2, 2), "llama3-70b", tokens, memory_limit=math.inf),
         Program("gpt", (8, 8, 8), "gpt3-175b", (("batch", 256), kept, *_scanned("gpt"))),
+        Program("llama", (2, 4), "llama3-8b", (("batch", 8), ("sequence", 8192)), memory_limit=80e9),
+        Program("llama", (8, 8), "llama3-70b", (*_scanned("llama"), ("batch", 64), ("sequence", 8192)), 80e9),
     ]
     return Part("Large programs", HEADER, _planned(*programs))
 
@@ -240,6 +268,14 @@ def _limits() -> Part:
     return Part("Within a memory limit", header, [(program, _within_limits) for program in programs])
 
 
+def _fitting() -> Part:
+    """The cost of making a step fit that no layout fits."""
+    models = ("gpt", "llama", "bert", "vit", "t5", "mamba", "moe", "resnet")
+    header = ("step", "mesh", "CPU seconds without", "recomputed: times", "with blocks: times")
+    programs = [Program(model, mesh) for model in models for mesh in ((1,), (8,), (2, 4))]
+    return Part("Made to fit half of the memory above the state", header, [(one, _made_to_fit) for one in programs])
+
+
 def _repeated() -> Part:
     programs = []
     for model in (model for model in NAMES if _scanned(model)):
@@ -267,6 +303,7 @@ PARTS: dict[str, Callable[[], Part]] = {
     "devices": _devices,
     "cache": _cache,
     "limits": _limits,
+    "fitting": _fitting,
     "repeated": _repeated,
     "stages": _stages,
 }
