@@ -255,12 +255,13 @@ class _Rewriting:
         self, operations: Iterable[Operation], tie: int, on_host: Collection[int], needed: Collection[int]
     ) -> dict[int, int]:
         """Adds the barrier before some clones and copies; gives what clones read behind it, by what it was."""
-        guarded, known = dict[int, None](), {*self._clones, *self._offloaded}
+        guarded, made = dict[int, None](), set[int]()
         for operation in operations:
-            guarded |= dict.fromkeys(self._guarded(operation, known, guarded))
-            known.update(operation.results)
+            guarded |= dict.fromkeys(self._guarded(operation, made, guarded))
+            made.update(operation.results)
         here = [value for value in self._early if value in needed]
-        now = {value: self._now.get(value, value) for value in (*guarded, tie, *self._pending)}
+        now = {value: self._now.get(value, value) for value in (tie, *self._pending)}
+        now |= {value: self._clones.get(value, self._now.get(value, value)) for value in guarded}
         moved = {self._clones[value]: value for value in here} | {self._on_host[value]: value for value in on_host}
         passing = tuple(dict.fromkeys((*now.values(), *moved)))
         results = tuple(self._new(value) for value in passing)
@@ -277,12 +278,13 @@ class _Rewriting:
         self._early.difference_update(here)
         return {value: behind[now[value]] for value in guarded}
 
-    def _guarded(self, operation: Operation, known: set[int], guarded: Collection[int]) -> Iterator[int]:
-        """What a clone reads behind the barrier: all that is kept, or where it reads arguments alone, the smallest."""
-        read = [o for o in operation.read if o not in _from_nothing(self._program)]
-        kept = [o for o in read if o in self._program.makers and o not in known]
+    def _guarded(self, operation: Operation, made: set[int], guarded: Collection[int]) -> Iterator[int]:
+        """What a clone reads behind the barrier: all that is kept, or where it reads arguments and clones of earlier
+        stages alone, the smallest; ``made``: of this stage."""
+        read = [o for o in operation.read if o not in _from_nothing(self._program) and o not in self._offloaded]
+        kept = [o for o in read if o in self._program.makers and o not in made and o not in self._clones]
         yield from kept
-        if not kept and read and known.isdisjoint(read) and not any(o in guarded for o in read):
+        if not kept and read and made.isdisjoint(read) and not any(o in guarded for o in read):
             yield min(read, key=lambda value: self._program.values[value].total_bytes)
 
     def _moved(self, maker: Operation, value: int, kind: str | None) -> int:

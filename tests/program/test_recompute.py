@@ -1,5 +1,7 @@
 """Programs that compute values again are programs: what an operation reads was made before."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -64,3 +66,24 @@ def test_border_of_a_network_whose_layers_shrink():
     program = trace_program(training.train_step, (training.state, training.batch))
     made = [o.index for o in program.operations if o.primitive.name == "reduce_window_max"]
     assert border(program) >= max(made)
+
+
+def test_masks_of_several_layers_wait_for_their_own_stage():
+    """Keys that layers share are cloned once. The masks that are made of them wait for the gradient of their layer."""
+
+    def loss(weights, x, key):
+        for w in weights:
+            key, own = jax.random.split(key)
+            x = jnp.sin(x @ w) * jax.random.uniform(own, x.shape)
+        return jnp.sum(x @ weights[0])
+
+    step = jax.grad(loss)
+    program = trace_program(step, ([jnp.ones((8, 8))] * 3, jnp.ones((16, 8)), jax.random.key(0)))
+    masked = [value for value in residuals(program) if program.makers[value].primitive.name == "mul"]
+    rewritten = recomputing(program, frozenset(masked))
+    waits = dict[int, int]()  # per value, the last barrier that it waits for
+    for operation in rewritten.operations:
+        own = operation.index if operation.primitive is _jax.optimization_barrier else -1
+        waits |= dict.fromkeys(operation.results, max([own, *(waits.get(o, -1) for o in operation.read)]))
+    masks = [o for o in rewritten.operations if o.again and o.primitive.name == "random_bits"]
+    assert len(masks) == len({waits[o.results[0]] for o in masks}) == 2
