@@ -75,7 +75,6 @@ class ResidualGraph:
                 self._uses_of.setdefault(value, []).append(number)
         self._spans = self._spans_of(lifetimes)
         self._carries = self._stacked_carries()
-        self._passed = self._first_places()
         self._until, self._late = self._last_early_reads(), self._first_late_reads()
         self._waiting = {value: [*self._waits(value)] for value in self._spans}
         for value in self.stacks:  # from the beginning of the loop that fills it
@@ -174,8 +173,6 @@ class ResidualGraph:
         for value, place in found.kept.items():
             if value in self._known:
                 start = max((end + 1 for _, end, _ in self._spans.get(value, ())), default=self._place_of(value))
-                if place < start:  # kernels make it on the way, until clones read it
-                    start = self._passed.get(value, start)
                 if place >= start:
                     change += (start, self.sizes[value]), (place + 1, -self.sizes[value])
             elif value in self._carries:
@@ -221,13 +218,13 @@ class ResidualGraph:
     def waiting_at(self, place: int) -> dict[int, float]:
         """Per residual, the bytes at a place that wait for the backward part if it is kept: its own, and those of what
         kernels compute of it."""
-        found = dict[int, float]()
-        for value in self.residuals:
-            found[value] = sum(size for until, end, size in self._waiting.get(value, ()) if until < place <= end)
+        found = dict.fromkeys(self.residuals, 0.0)
+        for value in found:
+            found[value] += sum(size for until, end, size in self._waiting.get(value, ()) if until < place <= end)
         for value in self._waits_along:
             size = sum(size for until, _, size in self._waiting[value] if until < place < self._late[value])
-            for source in self.sources[value]:
-                found[source] = found.get(source, 0.0) + size
+            for source in found.keys() & self.sources[value]:
+                found[source] += size
         return found
 
     def fresh_sources(self, values: Iterable[int], fates: Collection[int]) -> set[int]:
@@ -322,15 +319,6 @@ class ResidualGraph:
 
     def _place_of(self, value: int) -> int:
         return self._place[self.program.makers[value].index]
-
-    def _first_places(self) -> dict[int, int]:
-        """Per residual that kernels make on the way, where all that they make it of is there."""
-        found = dict[int, int]()
-        for value in self.residuals:  # in the order of the program
-            sources = self.sources.get(value, ())
-            if value not in self._spans and value not in self.stacks and sources:
-                found[value] = max(found.get(source, self._place_of(source)) for source in sources)
-        return found
 
     def _size(self, value: int) -> float:
         if value in self.stacks:

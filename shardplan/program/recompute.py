@@ -23,7 +23,7 @@ memory. Four things have XLA run clones and copies late, and let go of what it h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan import _jax
@@ -34,6 +34,10 @@ from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.prune import prune
 from shardplan.program.recompute_scans import StackingMore, is_fixed, recomputing_stacks, remakeable, stacking_more
 from shardplan.program.residuals import early, is_fused, materialised, residuals
+
+_LITTLE = 1 / 64
+"""Clones of earlier stages pass a barrier if they take at most so much of what is made behind it: keys, statistics. In
+a barrier, a larger one would be in memory, which kernels compute on the way else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +256,13 @@ class _Rewriting:
             self._operations.append(replace(operation, operands=operands, results=results, again=True))
 
     def _barrier(
-        self, operations: Iterable[Operation], tie: int, on_host: Collection[int], needed: Collection[int]
+        self, operations: Sequence[Operation], tie: int, on_host: Collection[int], needed: Collection[int]
     ) -> dict[int, int]:
         """Adds the barrier before some clones and copies; gives what clones read behind it, by what it was."""
-        guarded, made = dict[int, None](), set[int]()
+        guarded, made, values = dict[int, None](), set[int](), self._program.values
+        little = _LITTLE * max((values[r].total_bytes for o in operations for r in o.results), default=0)
         for operation in operations:
-            guarded |= dict.fromkeys(self._guarded(operation, made, guarded))
+            guarded |= dict.fromkeys(self._guarded(operation, made, guarded, little))
             made.update(operation.results)
         here = [value for value in self._early if value in needed]
         now = {value: self._now.get(value, value) for value in (tie, *self._pending)}
@@ -278,14 +283,16 @@ class _Rewriting:
         self._early.difference_update(here)
         return {value: behind[now[value]] for value in guarded}
 
-    def _guarded(self, operation: Operation, made: set[int], guarded: Collection[int]) -> Iterator[int]:
-        """What a clone reads behind the barrier: all that is kept, or where it reads arguments and clones of earlier
-        stages alone, the smallest; ``made``: of this stage."""
+    def _guarded(self, operation: Operation, made: set[int], guarded: Collection[int], little: float) -> Iterator[int]:
+        """What a clone reads behind the barrier: all that is kept. Where it reads arguments and clones of earlier
+        stages alone, the smallest, if that is an argument or at most ``little``; ``made``: of this stage."""
         read = [o for o in operation.read if o not in _from_nothing(self._program) and o not in self._offloaded]
         kept = [o for o in read if o in self._program.makers and o not in made and o not in self._clones]
         yield from kept
         if not kept and read and made.isdisjoint(read) and not any(o in guarded for o in read):
-            yield min(read, key=lambda value: self._program.values[value].total_bytes)
+            least = min(read, key=lambda value: self._program.values[value].total_bytes)
+            if least not in self._clones or self._program.values[least].total_bytes <= little:
+                yield least
 
     def _moved(self, maker: Operation, value: int, kind: str | None) -> int:
         """A copy of a value in another memory, which this adds."""

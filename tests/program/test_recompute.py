@@ -78,7 +78,7 @@ def test_masks_of_several_layers_wait_for_their_own_stage():
         return jnp.sum(x @ weights[0])
 
     step = jax.grad(loss)
-    program = trace_program(step, ([jnp.ones((8, 8))] * 3, jnp.ones((16, 8)), jax.random.key(0)))
+    program = trace_program(step, ([jnp.ones((8, 8))] * 3, jnp.ones((512, 8)), jax.random.key(0)))
     masked = [value for value in residuals(program) if program.makers[value].primitive.name == "mul"]
     rewritten = recomputing(program, frozenset(masked))
     waits = dict[int, int]()  # per value, the last barrier that it waits for
