@@ -116,8 +116,8 @@ def strided(batch: Any, count: int, number: Any) -> Any:
     """A block of a batch: every ``count``-th position, so that each device has a part of it."""
 
     def one(leaf: jax.Array) -> jax.Array:
-        apart = leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:])
-        return jax.lax.dynamic_index_in_dim(apart, number, 1, keepdims=False)
+        blocks = leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:])
+        return jax.lax.dynamic_index_in_dim(blocks, number, 1, keepdims=False)
 
     return jax.tree.map(one, batch)
 
@@ -174,9 +174,9 @@ def head_step(weights: jax.Array, hidden: jax.Array, labels: jax.Array, count: i
         if count == 1:
             return losses(weights, (hidden, labels)) / labels.size
         one = jax.checkpoint(losses)
-        apart = partial(strided, (hidden, labels), count)
+        block = partial(strided, (hidden, labels), count)
         total, _ = jax.lax.scan(
-            lambda sum_, number: (sum_ + one(weights, apart(number)), None), jnp.float32(0), jnp.arange(count)
+            lambda sum_, number: (sum_ + one(weights, block(number)), None), jnp.float32(0), jnp.arange(count)
         )
         return total / labels.size
 

@@ -41,7 +41,8 @@ def blocks_by_hand(
         value, dim = _place(program, path)
         extent = program.values[value].shape[dim]
         if not 2 <= count <= extent:
-            raise ArgumentError(f"blocks: `{path}` has {extent} positions, which do not make {count} blocks")
+            said = f"blocks: `{path}` has {extent} positions, which do not make {count} blocks"
+            raise ArgumentError(f"{said}: use 2 to {extent}" if extent > 1 else said)
         grouped.setdefault(program.inputs.index(value), {})[dim] = count
     found = list[Blocked]()
     for position, dims in grouped.items():

@@ -73,10 +73,11 @@ def verified(plan: PlanData, options: Options, replan: Replan) -> PlanData:
     if found is not None:
         return rounds.judged(found)
     least = min(row["compiled_peak_bytes"] for row in rounds.rows)
-    alone = f", and without values on the host {size_text(rounds.refused)} are predicted" * (rounds.refused < least)
+    less = rounds.refused < least
+    predicted = f", and without values on the host {size_text(rounds.refused)} are predicted" if less else ""
     raise InfeasibleError(
         f"no plan was found whose compiled peak keeps within {size_text(limit)} per device: of "
-        f"{len(rounds.rows)} that were compiled for {judge.target}, the lowest takes {size_text(least)}{alone}. "
+        f"{len(rounds.rows)} that were compiled for {judge.target}, the lowest takes {size_text(least)}{predicted}. "
         "What helps: more devices, a smaller batch, jax.checkpoint around layers",
         min(least, rounds.refused),
     )
